@@ -1,0 +1,84 @@
+"""What hosts want a callback to be. The one module below `base` that may import a host.
+
+A callback inherits the `Callback` class of every installed Lightning (`lightning.pytorch` and `pytorch_lightning` are
+two packages with two classes), so that each Trainer and each LightningCLI accepts it. The hooks below hand over to the
+host's own module, which stands above the callbacks and registers itself here when `stabilizer.callbacks` is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["HostCallback", "register_lightning"]
+
+
+def _lightning_classes() -> tuple[type, ...]:
+    classes = []
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            classes.append(importlib.import_module(name).Callback)
+        except ImportError:
+            continue
+    return tuple(classes)
+
+
+if TYPE_CHECKING:
+    _Base = object
+else:
+    # Two names of one class would be an error in the list of bases.
+    _Base = type("_Base", tuple(dict.fromkeys(_lightning_classes())), {})
+
+_serve_lightning: Callable[..., None] | None = None
+
+
+def register_lightning(serve: Callable[..., None]) -> None:
+    """Name what serves Lightning's hooks.
+
+    Args:
+        serve: Takes the callback, the Trainer, the name of a hook and its further arguments.
+    """
+    global _serve_lightning
+    _serve_lightning = serve
+
+
+def _lightning(callback: HostCallback, trainer: Any, hook: str, *args: Any) -> None:
+    assert _serve_lightning is not None, "stabilizer.callbacks was not imported as a package"
+    _serve_lightning(callback, trainer, hook, *args)
+
+
+class HostCallback(_Base):
+    """Lightning's hooks, all of them handed over to `stabilizer.callbacks.lightning`."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called when a run begins, before the model is set up."""
+        _lightning(self, trainer, "setup", stage)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called when the model is wrapped and the optimizers exist."""
+        _lightning(self, trainer, "fit_start")
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Called before every backward pass."""
+        _lightning(self, trainer, "before_backward")
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Called when the gradients of a step are complete, before Lightning clips them."""
+        _lightning(self, trainer, "before_optimizer_step", optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Called after every batch, whether or not the optimizer moved."""
+        _lightning(self, trainer, "train_batch_end")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Called when training ends, while the loggers are open."""
+        _lightning(self, trainer, "train_end")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Called when a run breaks off, while the loggers are open."""
+        _lightning(self, trainer, "train_end")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Called last."""
+        _lightning(self, trainer, "train_end")

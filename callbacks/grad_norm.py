@@ -1,0 +1,232 @@
+"""GradNormCallback: the gradient norm of every layer and of all parameters together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stabilizer import tags
+from stabilizer.callbacks.base import StabilizerCallback, StepContext, check_interval
+from stabilizer.callbacks.pictures import can_draw, norm_heatmap
+from stabilizer.errors import warn
+from stabilizer.names import Granularity
+from stabilizer.store import LayerView, NormType, parse_norm_type
+
+__all__ = ["GradNormCallback", "NormHistory"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormHistory:
+    """Norms of past steps, on the CPU.
+
+    Attributes:
+        layer_names: Names of the layers.
+        steps: Optimizer steps, ascending; at most the last `history` ones.
+        norms: By step and layer, shape (steps, layers).
+        totals: By step, shape (steps,).
+    """
+
+    layer_names: tuple[str, ...]
+    steps: list[int]
+    norms: Tensor
+    totals: Tensor
+
+
+class GradNormCallback(StabilizerCallback):
+    """Logs gradient norms, in total and by layer, raw and after the host's own clip.
+
+    The norms are those of the whole model's gradients over all ranks, unscaled, reduced, not yet clipped. They reach
+    the loggers at least one step late, under the step that they belong to; the host waits for nothing. In TensorBoard:
+    the group `grad_norm`, all layers in one chart under Custom Scalars, and a picture layers x steps under Images.
+
+    Args:
+        every_n_steps: Interval of the total norm, in optimizer steps.
+        layer_every_n_steps: Interval of the norms by layer.
+        norm_type: 2 or "inf".
+        max_abs_every_n_steps: Interval of the largest absolute value by layer, which costs about ten norms; `None` is
+            off.
+        heatmap_every_n_steps: Interval of the picture; one more is drawn when training ends. `None` is off.
+        history: How many steps the picture shows, and how many are kept on the device and in checkpoints.
+        progress_bar: Show the total norm there.
+        layers: Which layers: block numbers, names or regular expressions; `None` means all.
+        exclude: Which layers not.
+        granularity: What a layer is: "block", "module", "parameter", or a mapping of regular expression -> layer name.
+        name: Prefix of tags; two callbacks of one class need different names.
+        strict: Let an exception in this callback end the run.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> callback = GradNormCallback(layers=[0, -1], layer_every_n_steps=1)
+        >>> callback.state_key
+        'GradNormCallback'
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_steps: int = 1,
+        layer_every_n_steps: int = 10,
+        norm_type: int | float | str = 2,
+        max_abs_every_n_steps: int | None = None,
+        heatmap_every_n_steps: int | None = 1000,
+        history: int = 1024,
+        progress_bar: bool = False,
+        layers: list[int | str] | None = None,
+        exclude: Sequence[str] = (),
+        granularity: Granularity = "block",
+        name: str = "",
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            every_n_steps=every_n_steps,
+            layers=layers,
+            exclude=exclude,
+            granularity=granularity,
+            name=name,
+            strict=strict,
+        )
+        self.layer_every_n_steps = check_interval("layer_every_n_steps", layer_every_n_steps)
+        self.norm_type: NormType = parse_norm_type(norm_type)
+        self.max_abs_every_n_steps = check_interval("max_abs_every_n_steps", max_abs_every_n_steps, optional=True)
+        self.heatmap_every_n_steps = check_interval("heatmap_every_n_steps", heatmap_every_n_steps, optional=True)
+        self.history = check_interval("history", history)
+        self.progress_bar = progress_bar
+        self._has_warned = False
+        self._drawn_at: dict[int, int] = {}
+        self._saved: dict[int, dict[str, Any]] = {}
+
+    def on_gradients(self, context: StepContext) -> None:
+        """Log this step's norms where they are due."""
+        store, step = context.store, context.step
+        if step % self.every_n_steps == 0:
+            context.log(tags.GRAD_NORM_TOTAL, store.total_norm, show=self.progress_bar)
+            context.log(tags.GRAD_NORM_NONFINITE, store.nonfinite.sum())
+            if not context.is_scaled and not self._has_warned:
+                names = store.layer_names
+                context.later(store.nonfinite, lambda step, flags: self._warn_nonfinite(step, flags, names))
+        if step % self.layer_every_n_steps == 0:
+            context.log_layers(tags.GRAD_NORM_LAYER, store.norms)
+        if self.max_abs_every_n_steps is not None and step % self.max_abs_every_n_steps == 0:
+            largest = store.max_abs
+            assert largest is not None  # the store measures what the callbacks say they need
+            context.log_layers(tags.GRAD_NORM_MAX_ABS, largest)
+        if self.heatmap_every_n_steps is not None and step and step % self.heatmap_every_n_steps == 0:
+            self._draw(context)
+
+    def on_step_end(self, context: StepContext) -> None:
+        """Log what the optimizer got, if the host may have clipped."""
+        if context.after is None:
+            return
+        if context.step % self.every_n_steps == 0:
+            context.log(tags.GRAD_NORM_TOTAL_AFTER, context.after.total_norm)
+        if context.step % self.layer_every_n_steps == 0:
+            context.log_layers(tags.GRAD_NORM_LAYER_AFTER, context.after.norms)
+
+    def on_run_end(self, context: StepContext) -> None:
+        """Draw the last picture."""
+        if self.heatmap_every_n_steps is not None and self._drawn_at.get(context.optimizer_index) != context.step:
+            self._draw(context)
+
+    def norm_history(self, optimizer_index: int = 0) -> NormHistory:
+        """Norms of past steps.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+
+        Returns:
+            The last `history` steps of this run, and of the runs that it resumed.
+
+        Raises:
+            ValueError: If this optimizer has not made a step.
+        """
+        snapshot = self._snapshot(optimizer_index)
+        if snapshot is None:
+            raise ValueError(f"optimizer {optimizer_index} has not made a step yet: there is no history")
+        norms = snapshot["norms"]
+        return NormHistory(tuple(snapshot["layer_names"]), list(snapshot["steps"]), norms[:, :-1], norms[:, -1])
+
+    def charts(self) -> dict[str, list[str]]:
+        """All layers in one chart, and the total before and after a clip in another."""
+        start = f"^{re.escape(self.name)}/" if self.name else "^"
+        start += r"(opt\d+/)?"
+        title = f" ({self.name})" if self.name else ""
+        return {
+            f"Gradient norm of every layer{title}": [f"{start}{tags.GRAD_NORM_LAYER}/.*"],
+            f"Total gradient norm{title}": [f"{start}{tags.GRAD_NORM_TOTAL}(_after)?$"],
+        }
+
+    def attach_view(self, optimizer_index: int, view: LayerView) -> None:
+        """Put back the history of a checkpoint, or of the layers before a layer was unfrozen."""
+        snapshot = self._snapshot(optimizer_index)
+        super().attach_view(optimizer_index, view)
+        if snapshot is not None:
+            view.restore(snapshot["steps"], snapshot["norms"], snapshot["layer_names"])
+        self._saved.pop(optimizer_index, None)
+
+    def detach_view(self, optimizer_index: int) -> None:
+        """Keep the history on the CPU."""
+        snapshot = self._snapshot(optimizer_index)
+        super().detach_view(optimizer_index)
+        if snapshot is not None:
+            self._saved[optimizer_index] = snapshot
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Arguments that a checkpoint remembers."""
+        names = ("layer_every_n_steps", "norm_type", "max_abs_every_n_steps", "heatmap_every_n_steps", "history")
+        return {**super().hyperparameters(), **{name: getattr(self, name) for name in names}}
+
+    def extra_state(self) -> dict[str, Any]:
+        """The history of every optimizer."""
+        indices = sorted({*self._views, *self._saved})
+        snapshots = {str(index): self._snapshot(index) for index in indices}
+        return {"history": {index: snapshot for index, snapshot in snapshots.items() if snapshot is not None}}
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Keep the history until the layers are known."""
+        self._saved = {int(index): snapshot for index, snapshot in state["history"].items()}
+        self._views.clear()
+
+    def _snapshot(self, optimizer_index: int) -> dict[str, Any] | None:
+        view = self._views.get(optimizer_index)
+        if view is None:
+            return self._saved.get(optimizer_index)
+        steps, norms = view.past(self.history)
+        return {"layer_names": list(view.layer_names), "steps": steps, "norms": norms.cpu().clone()}
+
+    def _warn_nonfinite(self, step: int, flags: Tensor, names: Sequence[str]) -> None:
+        found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
+        if found and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"step {step}: the gradient norm is not finite in {len(found)} of {len(names)} layers ({found[:5]}): "
+                "elements are NaN or infinite, or the norm is above 1.8e19, where float32 squares end "
+                "(max_abs_every_n_steps=1 tells which)"
+            )
+
+    def _draw(self, context: StepContext) -> None:
+        is_first = not self._drawn_at
+        self._drawn_at[context.optimizer_index] = context.step
+        if not can_draw():
+            if is_first:
+                warn(
+                    "GradNormCallback draws no heat map without matplotlib: pip install 'torch-stabilizer[plots]', or "
+                    "set heatmap_every_n_steps=None"
+                )
+            return
+        steps, rows = context.store.past(self.history)
+        names = context.selected_names
+        context.log_picture(
+            tags.GRAD_NORM_HEATMAP,
+            lambda values: norm_heatmap(values, steps=steps, layer_names=names),
+            context.select(rows[:, :-1]),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = {int(index): snapshot for index, snapshot in self.extra_state()["history"].items()}
+        return {**super().__getstate__(), "_saved": saved}

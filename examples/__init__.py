@@ -1,0 +1,1 @@
+"""Small, complete programs to copy from; `stabilizer demo` runs `lightning_gpt`."""

@@ -1,0 +1,12 @@
+"""Callbacks that keep large-model training stable: gradient statistics by layer, measured on the device.
+
+`import stabilizer` loads torch and nothing else; the callbacks are in `stabilizer.callbacks`.
+"""
+
+from stabilizer.errors import StabilizerWarning
+from stabilizer.parameters import ParameterIndex
+from stabilizer.store import GradientStore, gradient_norms
+
+__version__ = "0.1.0"
+
+__all__ = ["GradientStore", "ParameterIndex", "StabilizerWarning", "__version__", "gradient_norms"]

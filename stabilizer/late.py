@@ -1,0 +1,177 @@
+"""Values that reach the host late: copied while the device works on, read when they have arrived."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "LateLog", "Sink"]
+
+
+class Sink(Protocol):
+    """Where a host keeps its metrics. Every rank has one; only the one that logs has `is_logging`."""
+
+    is_logging: bool
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        """Write numbers under a step."""
+
+    def picture(self, tag: str, figure: Any, step: int) -> None:
+        """Write a matplotlib figure under a step."""
+
+    def show(self, values: dict[str, float]) -> None:
+        """Show numbers on the progress bar."""
+
+    def charts(self, charts: dict[str, list[str]]) -> None:
+        """Arrange charts: title -> regular expressions of the tags in it. Called once, before any number."""
+
+
+class HostCopy:
+    """A copy on its way to the host.
+
+    Args:
+        tensor: On any device; a later change of it does not reach the copy.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cpu":
+            self._copy, self._event = tensor.clone(), None
+        else:
+            # The destination of a copy that does not block is pinned memory, which torch keeps for the next one.
+            self._copy = tensor.to("cpu", non_blocking=True)
+            self._event = torch.get_device_module(tensor.device).Event()
+            self._event.record()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether reading would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> Tensor:
+        """The values; waits for them if it must."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
+@dataclasses.dataclass
+class _Part:
+    """Some of a row's values, and who takes them: the loggers under these tags, a function, or both."""
+
+    size: int
+    tags: Sequence[str]
+    then: Callable[[int, Tensor], None] | None
+    show: bool
+
+
+@dataclasses.dataclass
+class _Row:
+    step: int
+    parts: list[_Part]
+    values: HostCopy
+
+
+class LateLog:
+    """Collects what callbacks log at a step, copies it to the host in one piece, and writes it at a later step.
+
+    Args:
+        sink: The host's loggers.
+
+    Example:
+        >>> class Print:
+        ...     is_logging = True
+        ...     def scalars(self, values, step):
+        ...         print(step, values)
+        >>> late = LateLog(Print())
+        >>> late.add(torch.tensor(2.0), tags=["loss"])
+        >>> late.close_step(0)
+        >>> late.drain(before=0)  # not yet: it belongs to this step
+        >>> late.drain(before=1)
+        0 {'loss': 2.0}
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self._is_on = sink.is_logging
+        self._parts: list[_Part] = []
+        self._values: list[Tensor] = []
+        self._rows: deque[_Row] = deque()
+
+    def add(
+        self,
+        values: Tensor | float,
+        *,
+        tags: Sequence[str] = (),
+        then: Callable[[int, Tensor], None] | None = None,
+        show: bool = False,
+    ) -> None:
+        """Take values of the current step.
+
+        Args:
+            values: Numbers, on any device.
+            tags: One name a number, to log them; empty for values that only `then` reads.
+            then: Called late, where the loggers are, with the step and the values (flat, float32, on the CPU).
+            show: Show the numbers on the progress bar too.
+
+        Raises:
+            ValueError: If there are more or fewer tags than numbers.
+        """
+        if not self._is_on:
+            return
+        tensor = torch.as_tensor(values).detach().reshape(-1).to(torch.float32)
+        if tags and tensor.numel() != len(tags):
+            raise ValueError(f"{len(tags)} tags for {tensor.numel()} values: {list(tags)[:3]}")
+        self._parts.append(_Part(tensor.numel(), tags, then, show))
+        self._values.append(tensor)
+
+    def stop(self) -> None:
+        """Write nothing any more."""
+        self._is_on = False
+        self._rows.clear()
+        self._parts, self._values = [], []
+
+    def close_step(self, step: int) -> None:
+        """Start the copy of all that was taken for a step.
+
+        Args:
+            step: The step that the values belong to.
+        """
+        if not self._values:
+            return
+        devices = [value.device for value in self._values]
+        device = next((device for device in devices if device.type != "cpu"), devices[0])
+        packed = torch.cat([value.to(device, non_blocking=True) for value in self._values])
+        self._rows.append(_Row(step, self._parts, HostCopy(packed)))
+        self._parts, self._values = [], []
+
+    def drain(self, *, before: int | None = None, wait: bool = False) -> None:
+        """Write what has arrived.
+
+        Args:
+            before: Only rows of earlier steps than this; default all.
+            wait: Wait for copies that are still on their way.
+        """
+        while self._rows and (before is None or self._rows[0].step < before):
+            if not wait and not self._rows[0].values.is_ready:
+                return
+            # At the end of a run the progress bar takes nothing any more.
+            self._write(self._rows.popleft(), show=not wait)
+
+    def _write(self, row: _Row, *, show: bool) -> None:
+        pieces = row.values.read().split([part.size for part in row.parts])
+        scalars: dict[str, float] = {}
+        for part, piece in zip(row.parts, pieces, strict=True):
+            named = dict(zip(part.tags, piece.tolist(), strict=True)) if part.tags else {}
+            scalars.update(named)
+            if show and part.show:
+                self.sink.show(named)
+        if scalars:
+            self.sink.scalars(scalars, row.step)
+        for part, piece in zip(row.parts, pieces, strict=True):
+            if part.then is not None:
+                part.then(row.step, piece)

@@ -1,0 +1,219 @@
+"""One measurement of all gradients: local statistics, packed, reduced over ranks once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stabilizer.errors import warn
+from stabilizer.norms import count_nonfinite, largest, norms, square_sums
+from stabilizer.parameters import ParameterIndex
+from stabilizer.partial import PartialSums
+from stabilizer.reduction import Reducer, accumulation_dtype
+from stabilizer.segments import Segments
+
+__all__ = ["Measurement", "Measurer"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measurement:
+    """Statistics by unit (what no grouping of parameters tells apart), over all ranks.
+
+    Attributes:
+        step: The optimizer step.
+        squares: Sums of squares, shape (units,), float64; zeros if only norms of order infinity are measured.
+        maxima: Largest absolute values with infinity for NaN, shape (units,), float32; zeros unless they are measured.
+        counts: Non-finite elements, shape (units,), float64; zeros unless they are counted.
+        is_exact: Whether maxima and counts were measured at this step.
+        flags: Flags summed over ranks, shape (num_flags,); this rank's own on steps without a collective.
+        difference: Largest relative difference between ranks of a sum of squares, shape (), where they were compared.
+    """
+
+    step: int
+    squares: Tensor
+    maxima: Tensor
+    counts: Tensor
+    is_exact: bool
+    flags: Tensor
+    difference: Tensor | None
+
+
+class _Statistics(NamedTuple):
+    squares: Tensor
+    maxima: Tensor
+    counts: Tensor
+
+
+class Measurer:
+    """Computes measurements; `GradientStore` owns one and hands its arguments on.
+
+    Args:
+        index: The parameters.
+        reducer: Reaches the other ranks.
+        positions: Of this rank's parameters among those of all ranks.
+        num_parameters: How many parameters all ranks have together.
+        unit_ids: Unit of every one of this rank's parameters.
+        num_units: How many units there are.
+        norm_types: 2, "inf" or both.
+        max_abs_intervals: Intervals of counts and largest values.
+        num_flags: Length of the flags.
+    """
+
+    def __init__(
+        self,
+        index: ParameterIndex,
+        reducer: Reducer,
+        *,
+        positions: Sequence[int],
+        num_parameters: int,
+        unit_ids: Sequence[int],
+        num_units: int,
+        norm_types: frozenset[Any],
+        max_abs_intervals: frozenset[int],
+        num_flags: int,
+    ) -> None:
+        self.norm_types = norm_types
+        self.failure: Exception | None = None
+        self.needs_replan = False
+        self._index, self._reducer, self._device = index, reducer, reducer.device
+        self._dtype = accumulation_dtype(self._device)
+        self._max_abs_intervals = max_abs_intervals
+        self._units = Segments(unit_ids, num_segments=num_units, device=self._device)
+        self._zeros = torch.zeros(num_units, dtype=self._dtype, device=self._device)
+        self._no_flags = torch.zeros(num_flags, dtype=self._dtype, device=self._device)
+        self._positions, self._num_parameters = positions, num_parameters
+        self._placements = [index.placements(position, None) for position in range(len(index))]
+        self._weights = self._weight_vector()
+        self.replan()
+
+    def replan(self) -> None:
+        """Agree anew which gradients are Partial; a collective, with gradients in place."""
+        self._partial = PartialSums(
+            self._index, self._reducer, positions=self._positions, num_parameters=self._num_parameters
+        )
+        self._unplanned: list[int] = []
+        self.needs_replan = False
+
+    def measure(self, step: int, *, grad_scale: Tensor | None, flags: Tensor | None, compare: bool) -> Measurement:
+        """See `GradientStore.measure`."""
+        self.failure = None
+        tensors = self._local_tensors()
+        is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
+        local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
+        flags = self._no_flags if flags is None else flags.to(self._dtype)
+        total, flags, difference = self._reduce(local, flags, is_exact, compare and self._index.is_replicated)
+        if not is_exact and self._host_sees_nonfinite(total):
+            is_exact = True
+            local = self._guarded(self._wide_statistics, tensors)
+            total, *_ = self._reduce(local, self._no_flags, is_exact, False)
+        squares, maxima = total.squares, total.maxima
+        if grad_scale is not None:
+            inverse = grad_scale.detach().to(self._device).to(self._dtype).reciprocal()
+            squares, maxima = squares * inverse.square(), maxima * inverse
+        return Measurement(
+            step=step,
+            squares=squares,
+            maxima=maxima.to(torch.float32),
+            counts=total.counts,
+            is_exact=is_exact,
+            flags=flags,
+            difference=difference,
+        )
+
+    def _guarded(self, function: Callable[..., _Statistics], tensors: Sequence[Tensor | None]) -> _Statistics:
+        try:
+            return function(tensors)
+        except Exception as error:
+            # The other ranks wait in the collective: take part, with numbers that nobody takes for a measurement.
+            self.failure = error
+            missing = torch.full_like(self._zeros, torch.nan)
+            return _Statistics(missing, torch.full_like(missing, torch.inf), missing)
+
+    def _quiet_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+        squares, maxima = self._zeros, self._zeros
+        if 2 in self.norm_types:
+            local = norms(tensors, device=self._device).to(self._dtype).square()
+            squares = self._units.sum(local * self._weights)
+        if "inf" in self.norm_types:
+            maxima = self._units.max(largest(tensors, device=self._device).to(self._dtype))
+        return _Statistics(squares, maxima, self._zeros)
+
+    def _exact_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+        maxima = self._units.max(largest(tensors, device=self._device).to(self._dtype))
+        counts = count_nonfinite(tensors, device=self._device).to(self._dtype)
+        return _Statistics(self._quiet_statistics(tensors).squares, maxima, self._units.sum(counts * self._weights))
+
+    def _wide_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+        """Exact ones, and square sums that are finite for every finite gradient (in float64, slowly)."""
+        exact = self._exact_statistics(tensors)
+        return exact._replace(squares=self._units.sum(square_sums(tensors, device=self._device) * self._weights))
+
+    def _reduce(
+        self, local: _Statistics, flags: Tensor, is_exact: bool, compare: bool
+    ) -> tuple[_Statistics, Tensor, Tensor | None]:
+        """All statistics over all ranks in at most one collective."""
+        reducer, units = self._reducer, self._zeros.numel()
+        if reducer.world_size == 1 or (self._index.is_replicated and not compare):
+            return local, flags, None
+        if not is_exact and not compare and len(self.norm_types) == 1:
+            if 2 in self.norm_types:
+                sums = reducer.sum(torch.cat([local.squares, flags]))
+                return local._replace(squares=sums[:units]), sums[units:], None
+            highest = reducer.maximum(torch.cat([local.maxima, flags]))
+            return local._replace(maxima=highest[:units]), highest[units:], None
+        # Sums and maxima at one step, or a comparison: gather the few numbers of every rank and finish here.
+        gathered = reducer.gather(torch.cat([*local, flags]))
+        sums, highest = gathered.sum(0), gathered.amax(0)
+        if self._index.is_replicated:
+            # Own numbers, as on steps without a collective, so that both kinds of steps give the same bits.
+            lowest = gathered.amin(0)
+            spread = (highest - lowest)[: 2 * units] / highest[: 2 * units].clamp_min(torch.finfo(torch.float32).tiny)
+            return local, sums[3 * units :], spread.nan_to_num(0.0, 0.0).amax()
+        total = _Statistics(sums[:units], highest[units : 2 * units], sums[2 * units : 3 * units])
+        return total, sums[3 * units :], None
+
+    def _host_sees_nonfinite(self, total: _Statistics) -> bool:
+        """Whether a norm is not finite, where reading that costs no wait; reduced numbers, so all ranks agree."""
+        return self._device.type == "cpu" and not bool(torch.isfinite(total.squares + total.maxima).all())
+
+    def _local_tensors(self) -> list[Tensor | None]:
+        index = self._index
+        gradients = index.gradients()
+        changed = False
+        for position in index.dtensor_positions:
+            gradient = gradients[position]
+            if gradient is None:
+                continue
+            placements = index.placements(position, gradient)
+            # FSDP hands out the same tuple at every step: this comparison is nearly always one of identity.
+            if placements is not self._placements[position] and placements != self._placements[position]:
+                self._placements[position] = placements
+                changed = True
+        if changed:
+            self._weights = self._weight_vector()
+            self._find_unplanned()
+        tensors = [None if gradient is None else index.local(gradient) for gradient in gradients]
+        for position in self._unplanned:
+            tensors[position] = None
+        return self._partial.add_up(tensors, self._placements)
+
+    def _find_unplanned(self) -> None:
+        self._unplanned = self._partial.missing(self._placements)
+        self.needs_replan = bool(self._unplanned)
+        if self.needs_replan:
+            names = [self._index.names[position] for position in self._unplanned]
+            warn(
+                f"the gradients of {names[:5]} ({len(names)} in all) have become Partial sums after the first step; "
+                "they are left out of the norms until all ranks have agreed to add them up"
+            )
+
+    def _weight_vector(self) -> Tensor:
+        index = self._index
+        if index.is_replicated:
+            return torch.ones((), dtype=self._dtype, device=self._device)
+        weights = [index.weight(position, placements) for position, placements in enumerate(self._placements)]
+        return torch.tensor(weights, dtype=self._dtype, device=self._device)

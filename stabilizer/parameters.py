@@ -1,0 +1,271 @@
+"""ParameterIndex: which parameters there are, what they are called, and how much of each one this rank answers for."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stabilizer.names import clean_name
+from stabilizer.reduction import Reducer, world_size
+
+__all__ = ["ParameterIndex"]
+
+
+class ParameterIndex:
+    """The trainable parameters of a model or of one optimizer, in one order on every rank.
+
+    Every rank's local elements times its ownership weight, summed over the world, count each element of the model
+    once: the weight is 1 / (number of ranks that hold the same elements). Tied parameters appear once, frozen ones not
+    at all.
+
+    Args:
+        model: The model as it trains, wrapped or not, sharded or not; or its parameters (a list, a generator, one
+            tensor), which are then named by their position.
+        parameters: Only these (an optimizer's); default all that require a gradient.
+        groups: Regular expression -> process group, for parameters that live on some ranks only (pipeline stages,
+            experts as plain tensors): the elements of a parameter whose name matches are split over the group's ranks.
+
+    Raises:
+        ValueError: If nothing is left to measure, or an expression of `groups` is none.
+
+    Example:
+        >>> index = ParameterIndex(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)))
+        >>> index.names
+        ('0.weight', '0.bias', '2.weight', '2.bias')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Tensor] | Tensor,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+        groups: Mapping[str, Any] | None = None,
+    ) -> None:
+        wanted = None if parameters is None else list(parameters)
+        if isinstance(model, Tensor):
+            model = [model]
+        if not isinstance(model, nn.Module):
+            model = nn.ParameterList(list(model))
+        named = dict(_named_parameters(model))
+        if wanted is None:
+            wanted = list(named)
+        self.parameters: tuple[Tensor, ...] = tuple(_unique(p for p in wanted if p.requires_grad))
+        if not self.parameters:
+            raise ValueError(
+                f"0 of {len(wanted)} parameters require a gradient: nothing to measure. Pass the model that trains, "
+                "and pass parameters as a list (a generator that was used before is empty)."
+            )
+        # The order of the model, not of the optimizer: layers appear as they are computed.
+        order = {parameter: position for position, parameter in enumerate(named)}
+        self.parameters = tuple(sorted(self.parameters, key=lambda p: order.get(p, len(order))))
+        self.names: tuple[str, ...] = tuple(
+            named.get(parameter, f"optimizer.parameter_{number}") for number, parameter in enumerate(self.parameters)
+        )
+        self.group_sizes = _group_sizes(self.names, groups or {})
+        self._fsdp1_shards = _fsdp1_shard_sizes(model)
+        self._dtensor = _dtensor_class()
+        self.dtensor_positions = frozenset(
+            position for position, p in enumerate(self.parameters) if self._is_dtensor(p)
+        )
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Where most of the elements are, and so where statistics are computed."""
+        sizes: dict[torch.device, int] = {}
+        for parameter in self.parameters:
+            sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.numel()
+        return max(sizes, key=lambda device: sizes[device])
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole of every gradient (one process, plain DDP): norms need no reduction."""
+        return not self.dtensor_positions and not self._fsdp1_shards and not self.group_sizes
+
+    def gradients(self) -> list[Tensor | None]:
+        """The gradient of every parameter as the model has it now (a DTensor where it is one)."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def local(self, gradient: Tensor) -> Tensor:
+        """The elements of a gradient that are on this rank.
+
+        Args:
+            gradient: One of `gradients()`.
+
+        Returns:
+            A plain tensor, possibly without elements; shares memory with the gradient.
+        """
+        if not self._is_dtensor(gradient):
+            return gradient
+        local: Tensor = gradient.to_local()  # type: ignore[operator]
+        return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+
+    def placements(self, position: int, gradient: Tensor | None) -> tuple[Any, ...]:
+        """How a gradient lies over its mesh.
+
+        Args:
+            position: Of the parameter.
+            gradient: Its gradient; `None` asks for the parameter's own placements.
+
+        Returns:
+            DTensor placements, one a mesh axis; empty for a plain tensor.
+        """
+        tensor = self.parameters[position] if gradient is None else gradient
+        return tensor.placements if self._is_dtensor(tensor) else ()  # type: ignore[attr-defined,no-any-return]
+
+    def weight(self, position: int, placements: tuple[Any, ...]) -> float:
+        """Ownership weight of what this rank holds of a parameter.
+
+        Args:
+            position: Of the parameter.
+            placements: How its gradient lies over the mesh.
+
+        Returns:
+            1 / (number of ranks that hold the same elements).
+        """
+        parameter = self.parameters[position]
+        pieces = self._fsdp1_shards.get(parameter, 1) * self.group_sizes.get(position, 1)
+        if placements:
+            sizes = parameter.device_mesh.shape  # type: ignore[attr-defined]
+            for placement, size in zip(placements, sizes, strict=True):
+                # Not `is_shard()`: FSDP2 over TP shards with a class of its own that does not answer to it.
+                pieces *= 1 if placement.is_replicate() or placement.is_partial() else size
+        return min(1.0, pieces / world_size())
+
+    def mesh_ranks(self, position: int, axis: int) -> list[int]:
+        """The ranks of this rank's slice of one mesh axis.
+
+        Args:
+            position: Of the parameter.
+            axis: Of its mesh.
+
+        Returns:
+            Global ranks.
+        """
+        mesh = self.parameters[position].device_mesh  # type: ignore[attr-defined]
+        return torch.distributed.get_process_group_ranks(mesh.get_group(axis))
+
+    def owns_elements(self, position: int) -> bool:
+        """Whether this rank holds any element of a parameter (so that a missing gradient means something).
+
+        Args:
+            position: Of the parameter.
+        """
+        parameter = self.parameters[position]
+        return self.local(parameter.detach()).numel() > 0
+
+    def all_names(self, reducer: Reducer) -> tuple[str, ...]:
+        """Names of the parameters of all ranks, in one order.
+
+        Args:
+            reducer: Reaches the other ranks; every rank calls this at the same place.
+
+        Returns:
+            The own names if all ranks have the same, else the union, which `groups` must have announced.
+
+        Raises:
+            ValueError: If ranks hold different parameters and `groups` does not name them; on every rank alike.
+        """
+        if reducer.world_size == 1:
+            return self.names
+        own = [
+            (name, *self._layout(number), self.group_sizes.get(number, 0)) for number, name in enumerate(self.names)
+        ]
+        digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:6], "big")
+        both = reducer.maximum(torch.tensor([digest, -digest], dtype=torch.float64, device=reducer.device))
+        if both[0].item() == -both[1].item():
+            return self.names
+        return _union(reducer.objects(own))
+
+    def _layout(self, position: int) -> tuple[Any, ...]:
+        """What must be equal on all ranks: the global shape and the placements."""
+        parameter = self.parameters[position]
+        if parameter in self._fsdp1_shards or position in self.group_sizes:
+            return ((), "")  # a rank's own piece
+        return (tuple(parameter.shape), str(self.placements(position, None)))
+
+    def _is_dtensor(self, tensor: Tensor) -> bool:
+        return self._dtensor is not None and isinstance(tensor, self._dtensor)
+
+
+def _unique(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    seen: set[int] = set()
+    for parameter in parameters:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter
+
+
+def _named_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """Parameters with their clean names; a tied one under the name it has first."""
+    # DDP and DataParallel keep the model in an attribute `module`, a name that a model of its own may use as well.
+    wrappers = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
+    prefixes = [f"{path}." if path else "" for path, module in model.named_modules() if isinstance(module, wrappers)]
+    for name, parameter in model.named_parameters():
+        for prefix in sorted(prefixes, key=len, reverse=True):
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name[len(prefix) + len("module.") :]
+        yield parameter, clean_name(name)
+
+
+def _group_sizes(names: Sequence[str], groups: Mapping[str, Any]) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for pattern, group in groups.items():
+        try:
+            found = [position for position, name in enumerate(names) if re.search(pattern, name)]
+        except re.error as error:
+            raise ValueError(f"groups: {pattern!r} is no regular expression ({error})") from None
+        sizes.update(dict.fromkeys(found, torch.distributed.get_world_size(group)))
+    return sizes
+
+
+def _dtensor_class() -> type | None:
+    # A DTensor can only exist where its module was imported; importing it ourselves costs half a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def _fsdp1_shard_sizes(model: nn.Module) -> dict[Tensor, int]:
+    """Number of pieces that FSDP1 cuts each parameter's flat gradient into; nothing for unsharded units."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None:
+        return {}
+    fsdp, strategy = module.FullyShardedDataParallel, module.ShardingStrategy
+    sizes: dict[Tensor, int] = {}
+    # Outer units come first, so that the innermost unit that holds a parameter has the last word.
+    for unit in fsdp.fsdp_modules(model):
+        pieces = 1 if unit.sharding_strategy == strategy.NO_SHARD else unit.process_group.size()
+        ignored = getattr(unit, "_ignored_params", set())
+        sizes.update({parameter: pieces for parameter in unit.parameters() if parameter not in ignored})
+        for parameter in ignored:
+            sizes.pop(parameter, None)
+    return sizes
+
+
+def _union(rows: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[str, ...]:
+    names: dict[str, Any] = {}
+    for row in rows:
+        for name, *layout, group_size in row:
+            if names.setdefault(name, (layout, group_size)) != (layout, group_size):
+                _refuse(name, rows)
+    for name, (_, group_size) in names.items():
+        if not group_size and any(name not in {entry[0] for entry in row} for row in rows):
+            _refuse(name, rows)
+    return tuple(names)
+
+
+def _refuse(name: str, rows: Sequence[Sequence[tuple[Any, ...]]]) -> None:
+    holders = [number for number, row in enumerate(rows) if any(entry[0] == name for entry in row)]
+    raise ValueError(
+        f"parameter {name!r} is not the same on all {len(rows)} ranks (held by ranks {holders[:8]}; its shape, "
+        "placement or group may differ). Parameters that live on some ranks only (pipeline stages, experts) need "
+        "groups={pattern: process_group}, the group over which their elements are split."
+    )

@@ -1,0 +1,168 @@
+"""One packed buffer, one collective, on a process group of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Reducer", "accumulation_dtype", "collective_device", "rank", "world_size"]
+
+# (default group, our group): the default group is the key, since it is replaced when a program initializes it anew.
+_own_group: tuple[Any, Any] | None = None
+_own_subgroups: dict[tuple[int, ...], Any] = {}
+
+
+def world_size() -> int:
+    """Number of processes that train together, 1 without `torch.distributed`."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process, 0 without `torch.distributed`."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """The type in which a few square sums are added up: float64 where the device has it.
+
+    Args:
+        device: Where the sums are.
+
+    Returns:
+        float64 (squares of float32 norms can neither overflow nor underflow in it), else float32.
+    """
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def collective_device(group: Any, preferred: torch.device) -> torch.device:
+    """Where a tensor must be for a collective of this group.
+
+    With gradients offloaded to the CPU and a group that only has NCCL, a reduction of a CPU tensor ends every rank.
+
+    Args:
+        group: The process group.
+        preferred: Where the tensor is.
+
+    Returns:
+        `preferred` if the group has a backend for it, else the current device of a type that it has one for.
+    """
+    types = [device.type for device in group._device_types]
+    if preferred.type in types or not types:
+        return preferred
+    if types[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+
+
+class Reducer:
+    """Sums over all ranks: one collective a call, the same shape on every rank.
+
+    Making one is a collective too (the process group), so all ranks make theirs at the same place.
+
+    Args:
+        device: Where the vectors to reduce are.
+
+    Example:
+        >>> Reducer(torch.device("cpu")).sum(torch.tensor([3.0]))  # one process: nothing to do
+        tensor([3.])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.world_size = world_size()
+        self._group = _group_of_our_own() if self.world_size > 1 else None
+        self._collective_device = device if self._group is None else collective_device(self._group, device)
+
+    def sum(self, vector: Tensor) -> Tensor:
+        """Sum of a vector over all ranks.
+
+        Args:
+            vector: Shape (n,), not changed.
+
+        Returns:
+            The sum, shape (n,), the same on every rank.
+        """
+        if self._group is None:
+            return vector
+        buffer = vector.to(self._collective_device, copy=True)
+        dist.all_reduce(buffer, group=self._group)
+        return buffer.to(self.device)
+
+    def maximum(self, vector: Tensor) -> Tensor:
+        """Largest value of every element over all ranks.
+
+        Args:
+            vector: Shape (n,), not changed; NaN must have been replaced (backends disagree on its maximum).
+
+        Returns:
+            The maximum, shape (n,), the same on every rank.
+        """
+        if self._group is None:
+            return vector
+        buffer = vector.to(self._collective_device, copy=True)
+        dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self._group)
+        return buffer.to(self.device)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """The vectors of all ranks, for steps that need sums, maxima and a comparison at once.
+
+        Args:
+            vector: Shape (n,).
+
+        Returns:
+            Shape (ranks, n), the same on every rank.
+        """
+        if self._group is None:
+            return vector.unsqueeze(0)
+        source = vector.to(self._collective_device)
+        gathered = source.new_empty(self.world_size * source.numel())
+        dist.all_gather_into_tensor(gathered, source.contiguous(), group=self._group)
+        return gathered.view(self.world_size, -1).to(self.device)
+
+    def objects(self, value: Any) -> list[Any]:
+        """Plain Python values of all ranks; slow, for set-up only.
+
+        Args:
+            value: Anything that pickles.
+
+        Returns:
+            One value a rank, in rank order.
+        """
+        values: list[Any] = [value] * self.world_size
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def sum_over_(vector: Tensor, ranks: Sequence[int]) -> Tensor:
+    """Sum a vector over some ranks, in place.
+
+    Args:
+        vector: Shape (n,).
+        ranks: The ranks of one mesh axis; all of them call this.
+
+    Returns:
+        The vector.
+    """
+    key = tuple(ranks)
+    if key not in _own_subgroups:
+        # Only the members take part: ranks of another slice of the mesh make theirs.
+        _own_subgroups[key] = dist.new_group(list(key), use_local_synchronization=True)
+    group = _own_subgroups[key]
+    buffer = vector.to(collective_device(group, vector.device))
+    dist.all_reduce(buffer, group=group)
+    return vector.copy_(buffer)
+
+
+def _group_of_our_own() -> Any:
+    """A group apart from the training's: its collectives can neither be taken for, nor wait behind, ours."""
+    global _own_group
+    world = dist.group.WORLD
+    if _own_group is None or _own_group[0] is not world:
+        _own_group = (world, dist.new_group())
+        _own_subgroups.clear()
+    return _own_group[1]

@@ -1,0 +1,53 @@
+"""What every test gets: a seed, the worker pool's end, and a check that no process outlives its test."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests import launcher
+from tests.processes import MARK, kill_all, left_over
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark every process that this one will start, however far down."""
+    os.environ[MARK] = uuid.uuid4().hex
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the workers."""
+    launcher.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    # Tests of bare environments and of packaging never import torch: neither does this.
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_warnings_in_workers(request: pytest.FixtureRequest) -> None:
+    """The filters of the configuration, the command line and the test's own marks hold in the workers too."""
+    lines = list(request.config.getini("filterwarnings")) + list(request.config.getoption("pythonwarnings") or [])
+    for mark in reversed(list(request.node.iter_markers("filterwarnings"))):
+        lines += mark.args
+    launcher.set_warning_filters(lines)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left_behind() -> Iterator[None]:
+    """A test that leaves a process running fails: on a user's machine that process would hold memory for ever."""
+    yield
+    left = left_over(os.environ[MARK], but_not=launcher.worker_pids(), patience=3.0)
+    if left:
+        kill_all(left)
+        pytest.fail(f"The test left processes behind (now killed): {list(left.values())}", pytrace=False)
