@@ -13,7 +13,6 @@ from torch import Tensor
 from stabilizer.errors import warn
 from stabilizer.late import HostCopy
 from stabilizer.measurement import Measurement
-from stabilizer.reduction import world_size
 
 __all__ = ["Agreement"]
 
@@ -53,7 +52,7 @@ class Agreement:
             >>> [step for step in range(200) if Agreement.is_due(step)]
             [0, 1, 2, 4, 8, 16, 32, 64, 128, 192]
         """
-        return world_size() > 1 and (step % _INTERVAL == 0 or (step < _INTERVAL and step & (step - 1) == 0))
+        return step % _INTERVAL == 0 or (step < _INTERVAL and step & (step - 1) == 0)
 
     def fail(self, number: int) -> None:
         """A callback raised on this rank: it is off here at once, elsewhere when the ranks have agreed.
@@ -130,9 +129,9 @@ class Agreement:
         if difference > _TOLERANCE and not self._warned:
             self._warned = True
             warn(
-                f"cross-rank check: gradients differ between ranks at step {step} (squared norms by {difference:.2g} of "
-                "the largest) though every rank holds whole gradients, so the ranks' models drift apart. Is the last "
-                "micro-batch of an accumulation outside no_sync()? Do parameters that live on some ranks only need "
-                "groups=?"
+                f"cross-rank check: gradients differ between ranks at step {step} (squared norms by {difference:.2g} "
+                "of the largest) though every rank holds whole gradients, so the ranks' models drift apart. Is the "
+                "last micro-batch of an accumulation outside no_sync()? Do parameters that live on some ranks only "
+                "need groups=?"
             )
         return bool(flags[-1] > 0)

@@ -1,23 +1,19 @@
-"""StabilizerCallback, what it sees of a step, and what it leaves in a checkpoint."""
+"""StabilizerCallback: arguments that all callbacks have, their hooks, and what they leave in a checkpoint."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from stabilizer.callbacks._bases import HostCallback
+from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import warn
-from stabilizer.late import LateLog
 from stabilizer.names import Granularity, layer_names, select_layers
-from stabilizer.store import LayerView, NormType
+from stabilizer.view import LayerView, NormType
 
-__all__ = ["AfterClip", "Order", "Selection", "StabilizerCallback", "StepContext", "check_interval"]
+__all__ = ["Order", "StabilizerCallback", "check_interval", "check_optional_interval"]
 
 
 class Order(enum.IntEnum):
@@ -28,118 +24,6 @@ class Order(enum.IntEnum):
     CLIP_TOTAL = 30
     SKIP = 40
     LOG = 50
-
-
-@dataclasses.dataclass(frozen=True)
-class AfterClip:
-    """What the optimizer gets after the host's own clip.
-
-    Attributes:
-        norms: By layer, shape (layers,).
-        total_norm: Shape ().
-    """
-
-    norms: Tensor
-    total_norm: Tensor
-
-
-class Selection:
-    """The layers of a view that a callback looks at.
-
-    Args:
-        view: All layers.
-        chosen: Names of the wanted ones; names of other optimizers' layers may be among them.
-    """
-
-    def __init__(self, view: LayerView, chosen: frozenset[str]) -> None:
-        positions = [position for position, name in enumerate(view.layer_names) if name in chosen]
-        self.names = [view.layer_names[position] for position in positions]
-        is_all = len(positions) == len(view.layer_names)
-        self.index = None if is_all else torch.tensor(positions, dtype=torch.long, device=view.ring.device)
-
-
-class StepContext:
-    """One step as one callback sees it.
-
-    Attributes:
-        step: The optimizer step, counted from 0 by the update that is about to happen.
-        optimizer_index: Position of the optimizer.
-        store: This step's statistics by layer: `layer_names`, `norms`, `total_norm`, `nonfinite`, `step`.
-        selected_names: The layers that `layers=` and `exclude=` of the callback leave.
-        is_scaled: Whether a gradient scaler guards the step, so that a non-finite gradient is its business.
-        after: Norms after the host's own clip, if it may clip; only in `on_step_end`.
-    """
-
-    def __init__(
-        self,
-        *,
-        store: LayerView,
-        selection: Selection,
-        late: LateLog,
-        tag_prefix: str,
-        optimizer_index: int = 0,
-        is_scaled: bool = False,
-    ) -> None:
-        self.step = store.step
-        self.optimizer_index = optimizer_index
-        self.store = store
-        self.selected_names = selection.names
-        self.is_scaled = is_scaled
-        self.after: AfterClip | None = None
-        self._selection = selection
-        self._late = late
-        self._prefix = tag_prefix
-
-    def select(self, values: Tensor) -> Tensor:
-        """Values of the selected layers.
-
-        Args:
-            values: Shape (..., layers).
-
-        Returns:
-            Shape (..., selected).
-        """
-        index = self._selection.index
-        return values if index is None else values.index_select(-1, index)
-
-    def log(self, name: str, value: Tensor | float, *, show: bool = False) -> None:
-        """Log a number under this step; it is written when it has reached the host.
-
-        Args:
-            name: Tag; the prefix of the callback and the optimizer is added.
-            value: A number, or a tensor of one element on any device.
-            show: Show it on the progress bar too.
-        """
-        self._late.add(value, tags=[self._prefix + name], show=show)
-
-    def log_layers(self, name: str, values: Tensor) -> None:
-        """Log one number for each selected layer.
-
-        Args:
-            name: Tag before the layer's name.
-            values: Shape (layers,).
-        """
-        self._late.add(self.select(values), tags=[f"{self._prefix}{name}/{layer}" for layer in self.selected_names])
-
-    def log_picture(self, name: str, render: Callable[[Tensor], Any], values: Tensor) -> None:
-        """Log a picture.
-
-        Args:
-            name: Tag.
-            render: Makes a matplotlib figure of the values, on the host, later.
-            values: Any shape, on any device.
-        """
-        shape, sink, tag = values.shape, self._late.sink, self._prefix + name
-        self.later(values, lambda step, flat: sink.picture(tag, render(flat.view(shape)), step))
-
-    def later(self, values: Tensor, function: Callable[[int, Tensor], None]) -> None:
-        """Call a function with values when they have reached the host, on the rank that logs.
-
-        Args:
-            values: On any device.
-            function: Takes the step and the values, flat, in float32, on the CPU.
-        """
-        self._late.add(values, then=function)
 
 
 class StabilizerCallback(HostCallback):
@@ -323,13 +207,12 @@ class StabilizerCallback(HostCallback):
         return {**state, "driver": None, "_views": {}}
 
 
-def check_interval(name: str, value: int | None, *, optional: bool = False) -> int:
+def check_interval(name: str, value: object) -> int:
     """Check an interval in steps.
 
     Args:
         name: Of the argument.
         value: What the user gave.
-        optional: Whether `None` (off) is allowed.
 
     Returns:
         The value.
@@ -337,9 +220,27 @@ def check_interval(name: str, value: int | None, *, optional: bool = False) -> i
     Raises:
         ValueError: If it is not a whole number of at least 1.
     """
-    if value is None and optional:
-        return value  # type: ignore[return-value]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        off = "; None turns it off" if optional else ""
-        raise ValueError(f"{name}={value!r}: expected a whole number of steps, at least 1{off}")
+        raise ValueError(f"{name}={value!r}: expected a whole number of steps, at least 1")
     return value
+
+
+def check_optional_interval(name: str, value: object) -> int | None:
+    """Check an interval in steps that may be off.
+
+    Args:
+        name: Of the argument.
+        value: What the user gave; `None` is off.
+
+    Returns:
+        The value.
+
+    Raises:
+        ValueError: If it is neither `None` nor a whole number of at least 1.
+    """
+    if value is None:
+        return None
+    try:
+        return check_interval(name, value)
+    except ValueError as error:
+        raise ValueError(f"{error}; None turns it off") from None

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from stabilizer import tags
-from stabilizer.callbacks.base import StabilizerCallback, StepContext, check_interval
+from stabilizer.callbacks.base import StabilizerCallback, check_interval, check_optional_interval
+from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.pictures import can_draw, norm_heatmap
 from stabilizer.errors import warn
 from stabilizer.names import Granularity
-from stabilizer.store import LayerView, NormType, parse_norm_type
+from stabilizer.view import LayerView, NormType, parse_norm_type
 
 __all__ = ["GradNormCallback", "NormHistory"]
 
@@ -93,8 +94,8 @@ class GradNormCallback(StabilizerCallback):
         )
         self.layer_every_n_steps = check_interval("layer_every_n_steps", layer_every_n_steps)
         self.norm_type: NormType = parse_norm_type(norm_type)
-        self.max_abs_every_n_steps = check_interval("max_abs_every_n_steps", max_abs_every_n_steps, optional=True)
-        self.heatmap_every_n_steps = check_interval("heatmap_every_n_steps", heatmap_every_n_steps, optional=True)
+        self.max_abs_every_n_steps = check_optional_interval("max_abs_every_n_steps", max_abs_every_n_steps)
+        self.heatmap_every_n_steps = check_optional_interval("heatmap_every_n_steps", heatmap_every_n_steps)
         self.history = check_interval("history", history)
         self.progress_bar = progress_bar
         self._has_warned = False

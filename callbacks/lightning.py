@@ -21,6 +21,7 @@ from stabilizer.errors import warn
 
 __all__ = ["LightningDriver", "LightningSink"]
 
+
 class LightningSink:
     """Writes to all loggers of a Trainer, on the process that logs.
 

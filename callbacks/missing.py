@@ -36,7 +36,8 @@ class MissingGradients:
         if self._is_done:
             return
         if self._num_steps == _STEPS:
-            self.conclude()
+            if all(total.is_ready for total in self._totals):
+                self.conclude()
             return
         self._num_steps += 1
         gradients = self._index.gradients()

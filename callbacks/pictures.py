@@ -39,7 +39,7 @@ def norm_heatmap(rows: Tensor, *, steps: Sequence[int], layer_names: Sequence[st
     axes = figure.subplots()
     axes.set_facecolor("0.7")
     scale = LogNorm(shown.min(), max(shown.max(), shown.min() * 1.01)) if shown.count() else None
-    edges = [steps[0] - 0.5, steps[-1] + 0.5, len(layer_names) - 0.5, -0.5]
+    edges = (steps[0] - 0.5, steps[-1] + 0.5, len(layer_names) - 0.5, -0.5)
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis", norm=scale, extent=edges)
     every = max(1, -(-len(layer_names) // 60))
     axes.set_yticks(range(0, len(layer_names), every), [str(name) for name in layer_names[::every]], fontsize=7)

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.callbacks.agreement import Agreement
-from stabilizer.callbacks.base import AfterClip, Selection, StabilizerCallback, StepContext
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.context import AfterClip, Selection, StepContext
 from stabilizer.callbacks.missing import MissingGradients
 from stabilizer.errors import logger
 from stabilizer.late import LateLog, Sink
 from stabilizer.parameters import ParameterIndex
-from stabilizer.reduction import rank
-from stabilizer.store import GradientStore, LayerView
+from stabilizer.reduction import rank, world_size
+from stabilizer.store import GradientStore
 from stabilizer.tags import prefix
+from stabilizer.view import LayerView
 
 __all__ = ["Suite", "check_selections"]
 
@@ -83,7 +85,7 @@ class Suite:
         store = self._current_store()
         self._write(before=self.step)
         self.is_open, self._contexts = True, []
-        is_due = self._agreement.is_due(self.step)
+        is_due = world_size() > 1 and self._agreement.is_due(self.step)
         if is_due and self._agreement.apply([type(callback).__name__ for callback in self.callbacks]):
             store.replan()
         if self._agreement.is_off:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
@@ -104,8 +103,11 @@ def _block_containers(names: Sequence[str]) -> frozenset[str]:
 
 
 def _stems(names: Sequence[str], containers: frozenset[str]) -> frozenset[str]:
-    """Paths that are no layer of their own but hold layers: the ancestors of block containers, and modules that are
-    the only child of such a path (`model` in a LightningModule whose one attribute is the network)."""
+    """Paths that are no layer of their own but hold layers.
+
+    These are the ancestors of block containers, and modules that are the only child of such a path (`model` in a
+    LightningModule whose one attribute is the network).
+    """
     stems = {""}
     for container in containers:
         parts = container.split(".")
@@ -137,13 +139,13 @@ def _block_of(name: str, containers: frozenset[str], stems: frozenset[str]) -> s
 def select_layers(
     names: Sequence[str], layers: Sequence[int | str] | None = None, exclude: Sequence[str] = ()
 ) -> list[int]:
-    """Positions of the layers that a user asked for.
+    r"""Positions of the layers that a user asked for.
 
     Args:
         names: All layer names, in order.
         layers: What to keep: block numbers (of the container with most blocks; `"vision.blocks:0"` names another one;
-            negative numbers count from the end), exact names, or regular expressions that match a whole name. `None`
-            keeps all.
+            negative numbers count from the end; of a finer granularity, all layers of the block), exact names, or
+            regular expressions that match a whole name. `None` keeps all.
         exclude: What to drop afterwards: exact names or regular expressions.
 
     Returns:
@@ -155,7 +157,7 @@ def select_layers(
     Example:
         >>> select_layers(["embed", "layers.0", "layers.1", "head"], layers=[-1, "head"])
         [2, 3]
-        >>> select_layers(["embed", "layers.0", "layers.1", "head"], exclude=[r"layers\\..*"])
+        >>> select_layers(["embed", "layers.0", "layers.1", "head"], exclude=[r"layers\..*"])
         [0, 3]
     """
     chosen = set(range(len(names)))
@@ -170,12 +172,12 @@ def select_layers(
 
 def _matches(names: Sequence[str], item: int | str, argument: str) -> list[int]:
     if isinstance(item, int):
-        return [_numbered_block(names, _largest_container(names), item, argument)]
+        return _numbered_block(names, None, item, argument)
     if item in names:
         return [names.index(item)]
     container, colon, number = item.rpartition(":")
     if colon and number.lstrip("-").isdigit():
-        return [_numbered_block(names, container, int(number), argument)]
+        return _numbered_block(names, container, int(number), argument)
     try:
         found = [position for position, name in enumerate(names) if re.fullmatch(item, name)]
     except re.error as error:
@@ -186,32 +188,34 @@ def _matches(names: Sequence[str], item: int | str, argument: str) -> list[int]:
     return found
 
 
-def _containers(names: Sequence[str]) -> Counter[str]:
-    parents = [name.rpartition(".") for name in names]
-    return Counter(parent for parent, _, last in parents if last.isdigit())
+def _blocks(names: Sequence[str]) -> dict[str, dict[int, list[int]]]:
+    """Container -> block number -> positions of the layers in that block (several, if layers are parts of blocks)."""
+    blocks: dict[str, dict[int, list[int]]] = {}
+    for position, name in enumerate(names):
+        parts = name.split(".")
+        depth = next((depth for depth, part in enumerate(parts) if part.isdigit()), None)
+        if depth is not None:
+            numbers = blocks.setdefault(".".join(parts[:depth]), {})
+            numbers.setdefault(int(parts[depth]), []).append(position)
+    return blocks
 
 
-def _largest_container(names: Sequence[str]) -> str:
-    counts = _containers(names)
-    if not counts:
-        raise ValueError(
-            f"layers: a number means a repeated block, and there is none among the layers {list(names[:5])}; give names"
-        )
-    return max(counts, key=lambda container: counts[container])
-
-
-def _numbered_block(names: Sequence[str], container: str, number: int, argument: str) -> int:
-    prefix = f"{container}." if container else ""
-    blocks = [
-        position for position, name in enumerate(names) if name.startswith(prefix) and name[len(prefix) :].isdigit()
-    ]
+def _numbered_block(names: Sequence[str], container: str | None, number: int, argument: str) -> list[int]:
+    blocks = _blocks(names)
     if not blocks:
-        raise ValueError(f"{argument}: there are no blocks in {container!r}; containers: {sorted(_containers(names))}")
-    by_number = {int(names[position][len(prefix) :]): position for position in blocks}
-    wanted = number if number >= 0 else max(by_number) + 1 + number
-    if wanted not in by_number:
         raise ValueError(
-            f"{argument}={number} is out of range: {container or 'the model'} has {len(blocks)} blocks "
-            f"({min(by_number)} to {max(by_number)})"
+            f"{argument}={number}: a number means a repeated block, and there is none among the layers "
+            f"{list(names[:5])}; give names"
         )
-    return by_number[wanted]
+    if container is None:
+        container = max(blocks, key=lambda candidate: len(blocks[candidate]))
+    if container not in blocks:
+        raise ValueError(f"{argument}: there are no blocks in {container!r}; containers: {sorted(blocks)}")
+    numbers = blocks[container]
+    wanted = number if number >= 0 else max(numbers) + 1 + number
+    if wanted not in numbers:
+        raise ValueError(
+            f"{argument}={number} is out of range: {container or 'the model'} has {len(numbers)} blocks "
+            f"({min(numbers)} to {max(numbers)})"
+        )
+    return numbers[wanted]

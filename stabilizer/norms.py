@@ -164,7 +164,8 @@ def _l2_rows(flat: Tensor) -> Tensor:
         whole = flat.numel() // _ROW * _ROW
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
         flat = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)]) if whole < flat.numel() else rows
-    return torch.linalg.vector_norm(flat)
+    norm: Tensor = torch.linalg.vector_norm(flat)
+    return norm
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -105,8 +105,9 @@ class ParameterIndex:
         """
         if not self._is_dtensor(gradient):
             return gradient
-        local: Tensor = gradient.to_local()  # type: ignore[operator]
-        return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+        sharded: Any = gradient
+        local: Tensor = sharded.to_local()
+        return local.wait() if hasattr(local, "wait") else local
 
     def placements(self, position: int, gradient: Tensor | None) -> tuple[Any, ...]:
         """How a gradient lies over its mesh.
@@ -118,8 +119,8 @@ class ParameterIndex:
         Returns:
             DTensor placements, one a mesh axis; empty for a plain tensor.
         """
-        tensor = self.parameters[position] if gradient is None else gradient
-        return tensor.placements if self._is_dtensor(tensor) else ()  # type: ignore[attr-defined,no-any-return]
+        tensor: Any = self.parameters[position] if gradient is None else gradient
+        return tensor.placements if self._is_dtensor(tensor) else ()
 
     def weight(self, position: int, placements: tuple[Any, ...]) -> float:
         """Ownership weight of what this rank holds of a parameter.
@@ -176,9 +177,7 @@ class ParameterIndex:
         """
         if reducer.world_size == 1:
             return self.names
-        own = [
-            (name, *self._layout(number), self.group_sizes.get(number, 0)) for number, name in enumerate(self.names)
-        ]
+        own = [(name, *self._layout(number), self.group_sizes.get(number, 0)) for number, name in enumerate(self.names)]
         digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:6], "big")
         both = reducer.maximum(torch.tensor([digest, -digest], dtype=torch.float64, device=reducer.device))
         if both[0].item() == -both[1].item():
@@ -243,7 +242,7 @@ def _fsdp1_shard_sizes(model: nn.Module) -> dict[Tensor, int]:
     # Outer units come first, so that the innermost unit that holds a parameter has the last word.
     for unit in fsdp.fsdp_modules(model):
         pieces = 1 if unit.sharding_strategy == strategy.NO_SHARD else unit.process_group.size()
-        ignored = getattr(unit, "_ignored_params", set())
+        ignored: set[Tensor] = getattr(unit, "_ignored_params", set())
         sizes.update({parameter: pieces for parameter in unit.parameters() if parameter not in ignored})
         for parameter in ignored:
             sizes.pop(parameter, None)

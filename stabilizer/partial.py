@@ -37,14 +37,18 @@ class PartialSums:
         self, index: ParameterIndex, reducer: Reducer, *, positions: Sequence[int], num_parameters: int
     ) -> None:
         self._index = index
-        found = torch.zeros(num_parameters, _MAX_AXES)
-        for position, gradient in enumerate(index.gradients()):
-            for axis in _partial_axes(index.placements(position, gradient)):
+        planned = [
+            (position, axis)
+            for position, gradient in enumerate(index.gradients())
+            for axis in _partial_axes(index.placements(position, gradient))
+        ]
+        if not index.is_replicated and reducer.world_size > 1:
+            found = torch.zeros(num_parameters, _MAX_AXES)
+            for position, axis in planned:
                 found[positions[position], axis] = 1
-        if not index.is_replicated:
             found = reducer.maximum(found.view(-1).to(reducer.device)).view(num_parameters, _MAX_AXES).cpu()
-        local = {overall: position for position, overall in enumerate(positions)}
-        planned = [(local[overall], axis) for overall, axis in found.nonzero().tolist() if overall in local]
+            local = {overall: position for position, overall in enumerate(positions)}
+            planned = [(local[overall], axis) for overall, axis in found.nonzero().tolist() if overall in local]
         self._planned = frozenset(planned)
         self._groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for position, axis in sorted(planned, key=lambda item: (item[1], item[0])):

@@ -120,7 +120,9 @@ class Reducer:
             return vector.unsqueeze(0)
         source = vector.to(self._collective_device)
         gathered = source.new_empty(self.world_size * source.numel())
-        dist.all_gather_into_tensor(gathered, source.contiguous(), group=self._group)
+        # Newer versions of torch warn of the older name.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered, source.contiguous(), group=self._group)
         return gathered.view(self.world_size, -1).to(self.device)
 
     def objects(self, value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Call", "Calls", "HostReadError", "count_collectives", "count_host_reads", "fake_cuda"]
+__all__ = ["Call", "Calls", "HostReadError", "count_collectives", "count_host_reads", "fake_cuda", "host_may_wait"]
 
 #: Operators whose result, or its shape, depends on values: on a device the host must wait for them.
 _READS = {
@@ -39,6 +39,9 @@ _READS = {
 }
 #: In the collectives' namespaces, but without communication of their own.
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
+
+
+_may_wait = False
 
 
 class HostReadError(RuntimeError):
@@ -239,8 +242,19 @@ def _refuse_to_wait(*args: Any, **kwargs: Any) -> None:
     raise HostReadError("The host would wait in synchronize(): ask query() and come back a step later.")
 
 
+@contextlib.contextmanager
+def host_may_wait() -> Iterator[None]:
+    """Inside `fake_cuda`: let the host wait, for what is built once."""
+    global _may_wait
+    _may_wait = True
+    try:
+        yield
+    finally:
+        _may_wait = False
+
+
 def _raise_if_waits(func: Any, args: Any, kwargs: Any) -> None:
-    device = _waits_for(func, args, kwargs)
+    device = None if _may_wait else _waits_for(func, args, kwargs)
     if device is not None and device != "cpu":
         raise HostReadError(f"The host would wait for {device} in {func}: stay there, or copy with non_blocking=True.")
 

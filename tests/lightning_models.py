@@ -223,7 +223,9 @@ def make_strategy(strategy: Any, *, devices: int, package: str = PACKAGES[0]) ->
         return "ddp"
     if strategy == "fsdp1":
         policy = ModuleWrapPolicy({Block})
-        return cpu_fsdp_strategy(package)(auto_wrap_policy=policy, use_orig_params=True)
+        return cpu_fsdp_strategy(package)(
+            auto_wrap_policy=policy, use_orig_params=True, state_dict_type="sharded"
+        )
     sizes = {"fsdp2": (devices, 1), "tp": (1, devices), "sp": (1, devices), "fsdp2_tp": (devices // 2, 2)}
     if strategy not in sizes:
         raise ValueError(f"strategy={strategy!r} is none of {STRATEGIES} or 'fsdp2_tp'.")

@@ -162,7 +162,8 @@ def test_no_logger_and_several_loggers(tmp_path: Path) -> None:
     assert run.layouts == 1
     [table] = tmp_path.glob("lightning_logs/version_*/metrics.csv")
     header, *rows = table.read_text().splitlines()
-    assert "grad_norm/total" in header and len(rows) == 3
+    assert "grad_norm/total" in header
+    assert len(rows) == 3
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])

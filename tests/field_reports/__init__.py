@@ -1,0 +1,1 @@
+"""Situations from public bug reports, each a test named after its id; see README.md."""

@@ -1,0 +1,127 @@
+"""StepContext: what a callback sees of one step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabilizer.late import LateLog
+from stabilizer.view import LayerView
+
+__all__ = ["AfterClip", "Selection", "StepContext"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AfterClip:
+    """What the optimizer gets after the host's own clip.
+
+    Attributes:
+        norms: By layer, shape (layers,).
+        total_norm: Shape ().
+    """
+
+    norms: Tensor
+    total_norm: Tensor
+
+
+class Selection:
+    """The layers of a view that a callback looks at.
+
+    Args:
+        view: All layers.
+        chosen: Names of the wanted ones; names of other optimizers' layers may be among them.
+    """
+
+    def __init__(self, view: LayerView, chosen: frozenset[str]) -> None:
+        positions = [position for position, name in enumerate(view.layer_names) if name in chosen]
+        self.names = [view.layer_names[position] for position in positions]
+        is_all = len(positions) == len(view.layer_names)
+        self.index = None if is_all else torch.tensor(positions, dtype=torch.long, device=view.ring.device)
+
+
+class StepContext:
+    """One step as one callback sees it.
+
+    Attributes:
+        step: The optimizer step, counted from 0 by the update that is about to happen.
+        optimizer_index: Position of the optimizer.
+        store: This step's statistics by layer: `layer_names`, `norms`, `total_norm`, `nonfinite`, `step`.
+        selected_names: The layers that `layers=` and `exclude=` of the callback leave.
+        is_scaled: Whether a gradient scaler guards the step, so that a non-finite gradient is its business.
+        after: Norms after the host's own clip, if it may clip; only in `on_step_end`.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: LayerView,
+        selection: Selection,
+        late: LateLog,
+        tag_prefix: str,
+        optimizer_index: int = 0,
+        is_scaled: bool = False,
+    ) -> None:
+        self.step = store.step
+        self.optimizer_index = optimizer_index
+        self.store = store
+        self.selected_names = selection.names
+        self.is_scaled = is_scaled
+        self.after: AfterClip | None = None
+        self._selection = selection
+        self._late = late
+        self._prefix = tag_prefix
+
+    def select(self, values: Tensor) -> Tensor:
+        """Values of the selected layers.
+
+        Args:
+            values: Shape (..., layers).
+
+        Returns:
+            Shape (..., selected).
+        """
+        index = self._selection.index
+        return values if index is None else values.index_select(-1, index)
+
+    def log(self, name: str, value: Tensor | float, *, show: bool = False) -> None:
+        """Log a number under this step; it is written when it has reached the host.
+
+        Args:
+            name: Tag; the prefix of the callback and the optimizer is added.
+            value: A number, or a tensor of one element on any device.
+            show: Show it on the progress bar too.
+        """
+        self._late.add(value, tags=[self._prefix + name], show=show)
+
+    def log_layers(self, name: str, values: Tensor) -> None:
+        """Log one number for each selected layer.
+
+        Args:
+            name: Tag before the layer's name.
+            values: Shape (layers,).
+        """
+        self._late.add(self.select(values), tags=[f"{self._prefix}{name}/{layer}" for layer in self.selected_names])
+
+    def log_picture(self, name: str, render: Callable[[Tensor], Any], values: Tensor) -> None:
+        """Log a picture.
+
+        Args:
+            name: Tag.
+            render: Makes a matplotlib figure of the values, on the host, later.
+            values: Any shape, on any device.
+        """
+        shape, sink, tag = values.shape, self._late.sink, self._prefix + name
+        self.later(values, lambda step, flat: sink.picture(tag, render(flat.view(shape)), step))
+
+    def later(self, values: Tensor, function: Callable[[int, Tensor], None]) -> None:
+        """Call a function with values when they have reached the host, on the rank that logs.
+
+        Args:
+            values: On any device.
+            function: Takes the step and the values, flat, in float32, on the CPU.
+        """
+        self._late.add(values, then=function)

@@ -1,0 +1,161 @@
+"""Field reports, area state-resume: what a callback leaves in checkpoints, pickles and copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from stabilizer.callbacks import GradNormCallback
+from tests.event_files import read_run
+from tests.field_reports.helpers import TOLERANCE, covers, fit, norm_logger, reference_run, remembered
+from tests.lightning_models import BATCH_SIZE, make_module
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(type(key) is str and _is_plain(item) for key, item in value.items())
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool, Tensor)
+
+
+def _everything() -> list[GradNormCallback]:
+    first = norm_logger(heatmap_every_n_steps=2, max_abs_every_n_steps=2, granularity={"bias$": "biases"})
+    return [first, norm_logger(name="largest", norm_type=float("inf"), layers=["model.first"], history=4)]
+
+
+def _short_epochs() -> Any:
+    # Three steps an epoch: Lightning starts an epoch's data over when it resumes in the middle of one.
+    return make_module("mlp", length=3 * BATCH_SIZE)
+
+
+@covers("single")
+def test_B005_a_checkpoint_holds_plain_types_only_and_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "step3.ckpt"
+    fit(_short_epochs(), tmp_path, version="first", callbacks=_everything(), max_steps=3).save_checkpoint(path)
+    states = torch.load(path, weights_only=True)["callbacks"]
+    assert sorted(states) == ["GradNormCallback", "GradNormCallback[largest]"]
+    assert _is_plain(states)
+    assert states["GradNormCallback"]["extra"]["history"]["0"]["norms"].shape == (3, 4)
+
+    whole, resumed = _everything(), _everything()
+    fit(_short_epochs(), tmp_path, version="whole", callbacks=whole, max_steps=6)
+    fit(_short_epochs(), tmp_path, version="second", callbacks=resumed, max_steps=6, ckpt_path=path)
+    assert [remembered(callback) for callback in resumed] == [remembered(callback) for callback in whole]
+    runs = {name: read_run(tmp_path / name) for name in ("whole", "second")}
+    for tag, points in runs["second"].ours().items():
+        assert points == {step: value for step, value in runs["whole"].scalars[tag].items() if step >= 3}, tag
+
+
+@covers("single")
+def test_B009_each_of_two_callbacks_gets_its_own_state_back(tmp_path: Path) -> None:
+    def callbacks() -> list[GradNormCallback]:
+        return [norm_logger(name="short", history=2), norm_logger(name="long", history=64, norm_type="inf")]
+
+    path, saved, loaded = tmp_path / "step6.ckpt", callbacks(), callbacks()
+    fit(_short_epochs(), tmp_path, version="first", callbacks=saved, max_steps=6).save_checkpoint(path)
+    # In another order: what counts is the name.
+    fit(_short_epochs(), tmp_path, version="second", callbacks=loaded[::-1], max_steps=6, ckpt_path=path)
+    assert [remembered(callback) for callback in loaded] == [remembered(callback) for callback in saved]
+    assert [remembered(callback)["steps"] for callback in loaded] == [[4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+def test_B009_the_key_of_a_state_is_class_and_name_alone() -> None:
+    options: list[dict[str, Any]] = [{}, {"every_n_steps": 7}, {"norm_type": "inf"}, {"layers": [0]}, {"history": 5}]
+    assert {GradNormCallback(**option).state_key for option in options} == {"GradNormCallback"}
+    assert {GradNormCallback(name="a", **option).state_key for option in options} == {"GradNormCallback[a]"}
+
+
+class Copies(pl.Callback):
+    """Pickles and copies another callback in the middle of a run.
+
+    Args:
+        callback: The other one.
+    """
+
+    def __init__(self, callback: GradNormCallback) -> None:
+        self.callback = callback
+        self.copies: list[GradNormCallback] = []
+        self.num_bytes: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Both ways."""
+        pickled = pickle.dumps(self.callback)
+        self.num_bytes.append(len(pickled))
+        self.copies += [pickle.loads(pickled), copy.deepcopy(self.callback)]
+
+
+def test_B078_callbacks_can_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
+    callback = norm_logger(granularity={r"second": "last"}, history=8)
+    assert pickle.loads(pickle.dumps(callback)).state_dict() == callback.state_dict()
+    assert copy.deepcopy(callback).state_dict() == callback.state_dict()
+    copies = Copies(callback)
+    fit(_short_epochs(), tmp_path, version="first", callbacks=[callback, copies], max_steps=3)
+    assert len(copies.copies) == 6
+    for number, made in enumerate([*copies.copies, pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)]):
+        steps = min(number // 2 + 1, 3)
+        expected = {**remembered(callback), "steps": list(range(steps))}
+        assert remembered(made)["steps"] == expected["steps"]
+        assert remembered(made)["totals"] == expected["totals"][:steps]
+    assert max(copies.num_bytes) < 10_000, "the copy holds more than the history"
+    # A copy trains on, in another Trainer.
+    last = copies.copies[-1]
+    fit(_short_epochs(), tmp_path, version="second", callbacks=[last])
+    assert remembered(last)["steps"] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+@covers("ddp")
+def test_B078_callbacks_travel_to_spawned_processes(tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy="ddp_spawn",
+        devices=2,
+        max_steps=3,
+        callbacks=[norm_logger()],
+        logger=pl.loggers.TensorBoardLogger(tmp_path, name="", version="run"),
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(make_module("mlp"))
+    expected = reference_run(num_ranks=2)
+    totals = read_run(tmp_path / "run").scalars["grad_norm/total"]
+    assert list(totals.values()) == pytest.approx(expected.totals, rel=TOLERANCE)
+
+
+class Saves(pl.Callback):
+    """Saves a checkpoint after every step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """One file a step."""
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def test_B116_states_do_not_grow_and_the_latest_is_restored(tmp_path: Path) -> None:
+    def callbacks() -> list[GradNormCallback]:
+        return [norm_logger(name="a", history=2), norm_logger(name="b", history=3)]
+
+    saved, loaded = callbacks(), callbacks()
+    fit(make_module("mlp"), tmp_path, version="first", callbacks=[*saved, Saves(tmp_path)], max_steps=8)
+    sizes = set()
+    for step in range(4, 9):
+        states = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["callbacks"]
+        ours = {key: state for key, state in states.items() if "GradNorm" in key}
+        assert sorted(ours) == ["GradNormCallback[a]", "GradNormCallback[b]"]
+        sizes.add(len(pickle.dumps(ours)))
+        assert ours["GradNormCallback[b]"]["extra"]["history"]["0"]["steps"] == list(range(step - 3, step))
+    assert len(sizes) == 1
+    fit(make_module("mlp"), tmp_path, version="second", callbacks=loaded, max_steps=8, ckpt_path=tmp_path / "8.ckpt")
+    assert [remembered(callback) for callback in loaded] == [remembered(callback) for callback in saved]

@@ -1,0 +1,159 @@
+"""What measuring costs: collectives, counted with and without callbacks, and waits of the host (none)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from stabilizer.callbacks import GradNormCallback, StabilizerCallback, StepContext
+from stabilizer.callbacks.suite import Suite
+from tests.counting import Calls, HostReadError, count_collectives, fake_cuda, host_may_wait
+from tests.launcher import run_distributed
+from tests.lightning_models import make_module, make_trainer
+from tests.models import TinyTransformer
+
+#: Steps at which nothing is due that does not happen at every step.
+QUIET = (5, 7)
+
+
+class Window(pl.Callback):
+    """Counts collectives from the beginning of one batch to the end of another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.counter = count_collectives()
+        self.calls = Calls()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            self.calls = self.counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.last:
+            self.counter.__exit__(None, None, None)
+
+
+class Reads(StabilizerCallback):
+    """One more that reads the same step, in a grouping of its own."""
+
+    def on_gradients(self, context: StepContext) -> None:
+        context.log("reads/largest", context.store.norms.max())
+
+
+def count(rank: int, world_size: int, strategy: str, window: tuple[int, int]) -> tuple[Counter[str], list[int]]:
+    """Collectives that callbacks add within some steps, and the bytes of the largest tensor of each."""
+    calls = []
+    for callbacks in ([], [GradNormCallback(), Reads(granularity="parameter"), Reads(name="again")]):
+        counted = Window(*window)
+        style = "sp" if strategy == "sp" else "tp"
+        trainer = make_trainer(strategy, devices=world_size, max_steps=9, callbacks=[*callbacks, counted])
+        trainer.fit(make_module("transformer", tensor_style=style))
+        calls.append(counted.calls)
+    without, with_ours = calls
+    added = with_ours.minus(without)
+    sizes = Counter(with_ours.sizes) - Counter(without.sizes)
+    return added, sorted(max(size) for size in sizes.elements())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("ddp", {}),
+        ("fsdp1", {"c10d.allreduce_.default": 3}),
+        ("fsdp2", {"c10d.allreduce_.default": 3}),
+        ("tp", {"c10d.allreduce_.default": 3}),
+        # One more for Partial gradients.
+        ("sp", {"c10d.allreduce_.default": 6}),
+    ],
+)
+def test_collectives_of_three_quiet_steps(strategy: str, expected: dict[str, int]) -> None:
+    for added, sizes in run_distributed(count, strategy, QUIET):
+        assert added == expected
+        # 7 layers, 48 parameters, 5 flags, in float64; the Partial sum holds the 18 norms' weights and biases.
+        largest = 8 * (48 + 5) if strategy != "sp" else 4 * 18 * 16
+        assert all(size <= largest for size in sizes), sizes
+
+
+def test_ranks_under_ddp_compare_their_gradients_now_and_then() -> None:
+    for added, _ in run_distributed(count, "ddp", (3, 7)):
+        assert sum(added.values()) == 1, "step 4 is the only one between 3 and 7"
+
+
+class Sink:
+    """A logger that takes nothing yet: no copy ever arrives on a fake device."""
+
+    is_logging = True
+
+    def scalars(self, values: dict[str, float], step: int) -> None:
+        raise AssertionError("a copy without values has arrived")
+
+    show = picture = charts = scalars
+
+
+def _fake_suite(callbacks: list[StabilizerCallback]) -> Suite:
+    with host_may_wait():
+        with torch.device("cuda"):
+            model = TinyTransformer()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        suite = Suite(callbacks, model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
+        # The first step builds the index, whose constants are copied to the device.
+        suite.run()
+        suite.finish()
+    return suite
+
+
+def test_the_host_never_waits_for_the_device() -> None:
+    """A read of a CUDA tensor raises here, and every step logs the total, every tenth all layers."""
+    everything = [
+        GradNormCallback(),
+        GradNormCallback(name="a", layers=[0, -1], granularity="module", layer_every_n_steps=1),
+        GradNormCallback(name="b", norm_type="inf", max_abs_every_n_steps=3, heatmap_every_n_steps=5),
+    ]
+    with fake_cuda():
+        suite = _fake_suite(list(everything))
+        for step in range(1, 12):
+            suite.run(grad_scale=torch.full((), 2.0, device="cuda"), is_scaled=step % 2 == 0)
+            suite.after_clip(torch.full((), 0.5, device="cuda"))
+            suite.after_clip(None)
+            suite.finish()
+        assert suite.step == 12
+        norm = suite._contexts[0].store.total_norm
+        assert norm.device.type == "cuda"
+        assert norm.dtype == torch.float32
+
+
+@pytest.mark.parametrize("read", [Tensor.item, bool, float, lambda t: t.to("cpu")])
+def test_a_callback_that_reads_would_be_found(read: Any) -> None:
+    class Reader(StabilizerCallback):
+        def on_gradients(self, context: StepContext) -> None:
+            if context.step:
+                read(context.store.total_norm)
+
+    with fake_cuda():
+        suite = _fake_suite([Reader(strict=True)])
+        with pytest.raises(HostReadError):
+            suite.run()
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_a_real_device() -> None:
+    model = TinyTransformer().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    suite = Suite([GradNormCallback()], model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
+    for step in range(12):
+        model(torch.zeros(2, 8, dtype=torch.long, device="cuda")).sum().backward()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            suite.run()
+            optimizer.step()
+            suite.finish()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        optimizer.zero_grad()
