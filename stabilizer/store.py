@@ -106,6 +106,8 @@ class GradientStore:
             self._views[key, norm_type] = LayerView(
                 self._unit_layers[key], norm_type, ring=self.ring, device=self.device
             )
+            if self.current is not None:
+                self._views[key, norm_type].record(self.current)
         return self._views[key, norm_type]
 
     def measure(

@@ -216,10 +216,12 @@ def _forget() -> None:
         sys.modules["torch.distributed.device_mesh"]._mesh_resources.mesh_stack.clear()
     if "torch.distributed.tensor" in sys.modules:
         # Cached plans hold meshes, and a mesh equals the next call's mesh of the same shape, whose groups are others.
-        from torch.distributed.tensor import _redistribute
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import DTensor, _redistribute, debug
 
-        _clear_sharding_prop_cache()
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
+        else:  # torch 2.9
+            DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()

@@ -16,6 +16,7 @@ from stabilizer.callbacks import GradNormCallback
 from tests.event_files import read_run
 from tests.field_reports.helpers import TOLERANCE, covers, fit, norm_logger, reference_run, remembered
 from tests.lightning_models import BATCH_SIZE, make_module
+from tests.lightning_variants import Plain
 
 
 def _is_plain(value: Any) -> bool:
@@ -126,8 +127,8 @@ def test_B078_callbacks_travel_to_spawned_processes(tmp_path: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(make_module("mlp"))
-    expected = reference_run(num_ranks=2)
+    trainer.fit(Plain())
+    expected = reference_run("transformer", num_ranks=2)
     totals = read_run(tmp_path / "run").scalars["grad_norm/total"]
     assert list(totals.values()) == pytest.approx(expected.totals, rel=TOLERANCE)
 
