@@ -42,9 +42,9 @@ def norm_heatmap(rows: Tensor, *, steps: Sequence[int], layer_names: Sequence[st
     edges = (steps[0] - 0.5, steps[-1] + 0.5, len(layer_names) - 0.5, -0.5)
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis", norm=scale, extent=edges)
     every = max(1, -(-len(layer_names) // 60))
-    axes.set_yticks(range(0, len(layer_names), every), [str(name) for name in layer_names[::every]], fontsize=7)
+    axes.set_yticks(range(0, len(layer_names), every), [str(name) for name in layer_names[::every]], fontsize=8)
     axes.set_xlabel("optimizer step")
-    axes.set_title("Gradient norm of every layer: a bright column is a spike, a bright row a layer apart", fontsize=9)
+    axes.set_title("Gradient norm of every layer: a bright column is a spike, a bright row a layer apart", fontsize=11)
     if scale is not None:
         figure.colorbar(image, ax=axes, label="gradient norm")
     return figure

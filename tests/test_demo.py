@@ -105,13 +105,13 @@ def read_scalars(folder: Path) -> dict[str, list[int]]:
     ("strategy", "program"),
     [
         pytest.param(
-            "fsdp2", ["-m", "stabilizer"], marks=pytest.mark.covers(feature="demo", strategy="FSDP2", host="Lightning")
+            "fsdp2", ["-m", "stabilizer"], marks=pytest.mark.covers(feature="demo", strategy="fsdp2", host="lightning")
         ),
-        pytest.param("ddp", ["script.py"], marks=pytest.mark.covers(feature="demo", strategy="DDP", host="Lightning")),
+        pytest.param("ddp", ["script.py"], marks=pytest.mark.covers(feature="demo", strategy="ddp", host="lightning")),
         pytest.param(
             "single",
             ["-m", "stabilizer"],
-            marks=pytest.mark.covers(feature="demo", strategy="single", host="Lightning"),
+            marks=pytest.mark.covers(feature="demo", strategy="single", host="lightning"),
         ),
     ],
 )

@@ -94,7 +94,13 @@ def raise_on_one_rank(rank: int, world_size: int, strategy: str, on_rank: int) -
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=pytest.mark.covers(feature="failure on one rank", strategy=name, host="lightning"))
+        for name in ("ddp", "fsdp1", "fsdp2")
+    ],
+)
 @pytest.mark.parametrize("on_rank", [0, 1])
 def test_a_callback_that_raises_on_one_rank_is_off_on_all(strategy: str, on_rank: int) -> None:
     results = run_distributed(raise_on_one_rank, strategy, on_rank)

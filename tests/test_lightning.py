@@ -92,7 +92,11 @@ def _cases() -> list[Any]:
         pytest.param(
             strategy,
             package,
-            marks=pytest.mark.covers(feature="gradient norms", strategy=strategy, host="lightning"),
+            marks=pytest.mark.covers(
+                feature="gradient norms",
+                strategy="tp_sp" if strategy == "sp" else strategy,
+                host="lightning" if package == "lightning.pytorch" else package,
+            ),
             id=f"{strategy}-{package}",
         )
         for strategy in WORLD_SIZES

@@ -61,7 +61,13 @@ def interrupted(rank: int, world_size: int, strategy: str, folder: str) -> list[
     return histories
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp1", "fsdp2", "tp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=pytest.mark.covers(feature="checkpoint and resume", strategy=name, host="lightning"))
+        for name in ("single", "ddp", "fsdp1", "fsdp2", "tp")
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(strategy: str, tmp_path: Path) -> None:
     world_size = 1 if strategy == "single" else 2
     for uninterrupted, resumed in run_distributed(interrupted, strategy, str(tmp_path), world_size=world_size):

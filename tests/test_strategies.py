@@ -86,8 +86,12 @@ def _batches(case: Any, num_micro_batches: int = 1, step: int = 1) -> list[Any]:
 
 
 def _strategies(*names: str) -> list[Any]:
+    columns = {"sp": "tp_sp", "fsdp1_no_shard": "fsdp1", "fsdp1_hybrid": "fsdp1", "ddp_tp": "tp"}
     return [
-        pytest.param(name, marks=pytest.mark.covers(feature="gradient norms", strategy=name, host="core"))
+        pytest.param(
+            name,
+            marks=pytest.mark.covers(feature="gradient norms", strategy=columns.get(name, name), host="plain"),
+        )
         for name in names
     ]
 

@@ -22,6 +22,11 @@ from tests.lightning_variants import Plain
 from tests.models import loss_of, make_transformer, token_batch
 from tests.sharding import shard_fsdp1, shard_fsdp2
 
+# torch's own compiler, of modules that are compiled one by one.
+QUIET_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
+)
+
 
 def _run(module: Any, folder: Path, *, callback: GradNormCallback | None = None, **options: Any) -> Run:
     fit(module, folder, callbacks=[callback or norm_logger()], **options)
@@ -40,6 +45,7 @@ def _compiled(how: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@QUIET_COMPILER
 @pytest.mark.parametrize("how", ["wrapped", "in place", "blocks"])
 @covers("single")
 def test_B037_norms_of_a_model_that_was_compiled_and_called_before(how: str, tmp_path: Path) -> None:
@@ -79,6 +85,7 @@ def names_under_wrappers(rank: int, world_size: int) -> dict[str, tuple[str, ...
     }
 
 
+@QUIET_COMPILER
 def test_B045_wrappers_leave_nothing_in_names() -> None:
     expected = tuple(name for name, _ in make_transformer().named_parameters())
     checkpointed: Any = make_transformer()
@@ -135,7 +142,7 @@ def _all_hooks(module: Any) -> list[tuple[str, int]]:
     common = nn.modules.module
     everywhere = [getattr(common, name) for name in dir(common) if name.startswith("_global") and "hook" in name]
     assert len(everywhere) > 3
-    return [*_hooks(*module.modules(), *parameters), ("of all modules", sum(len(hooks) for hooks in everywhere))]
+    return [*_hooks(*module.modules(), *parameters), ("of all modules", sum(len(hooks or ()) for hooks in everywhere))]
 
 
 class Interrupted(Exception):
