@@ -115,7 +115,14 @@ class StepContext:
             values: Any shape, on any device.
         """
         shape, sink, tag = values.shape, self._late.sink, self._prefix + name
-        self.later(values, lambda step, flat: sink.picture(tag, render(flat.view(shape)), step))
+
+        def draw(step: int, flat: Tensor) -> None:
+            figure = render(flat.view(shape))
+            sink.picture(tag, figure, step)
+            # A figure refers to itself in many places: without this, its megabytes stay until Python's own time comes.
+            figure.clear()
+
+        self.later(values, draw)
 
     def later(self, values: Tensor, function: Callable[[int, Tensor], None]) -> None:
         """Call a function with values when they have reached the host, on the rank that logs.

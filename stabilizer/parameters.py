@@ -67,7 +67,7 @@ class ParameterIndex:
         self.names: tuple[str, ...] = tuple(
             named.get(parameter, f"optimizer.parameter_{number}") for number, parameter in enumerate(self.parameters)
         )
-        self.group_sizes = _group_sizes(self.names, groups or {})
+        self.group_sizes, self._group_patterns = _group_sizes(self.names, groups or {})
         self._fsdp1_shards = _fsdp1_shard_sizes(model)
         self._dtensor = _dtensor_class()
         self.dtensor_positions = frozenset(
@@ -175,6 +175,7 @@ class ParameterIndex:
         Raises:
             ValueError: If ranks hold different parameters and `groups` does not name them; on every rank alike.
         """
+        self._check_groups(reducer)
         if reducer.world_size == 1:
             return self.names
         own = [(name, *self._layout(number), self.group_sizes.get(number, 0)) for number, name in enumerate(self.names)]
@@ -183,6 +184,16 @@ class ParameterIndex:
         if both[0].item() == -both[1].item():
             return self.names
         return _union(reducer.objects(own))
+
+    def _check_groups(self, reducer: Reducer) -> None:
+        if self._group_patterns:
+            found = torch.tensor([float(found) for found in self._group_patterns.values()], device=reducer.device)
+            for pattern, is_found in zip(self._group_patterns, reducer.maximum(found).tolist(), strict=True):
+                if not is_found:
+                    raise ValueError(
+                        f"groups: {pattern!r} is found in no parameter's name on any rank; names here: "
+                        f"{list(self.names[:5])}"
+                    )
 
     def _layout(self, position: int) -> tuple[Any, ...]:
         """What must be equal on all ranks: the global shape and the placements."""
@@ -215,15 +226,18 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         yield parameter, clean_name(name)
 
 
-def _group_sizes(names: Sequence[str], groups: Mapping[str, Any]) -> dict[int, int]:
+def _group_sizes(names: Sequence[str], groups: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, bool]]:
+    """Size of the group of every parameter that has one, and whether each expression was found on this rank."""
     sizes: dict[int, int] = {}
+    is_found: dict[str, bool] = {}
     for pattern, group in groups.items():
         try:
             found = [position for position, name in enumerate(names) if re.search(pattern, name)]
         except re.error as error:
             raise ValueError(f"groups: {pattern!r} is no regular expression ({error})") from None
         sizes.update(dict.fromkeys(found, torch.distributed.get_world_size(group)))
-    return sizes
+        is_found[pattern] = bool(found)
+    return sizes, is_found
 
 
 def _dtensor_class() -> type | None:

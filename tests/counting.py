@@ -7,8 +7,6 @@ collectives and reads of their own: compare two counts, with and without what is
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from tests.fake_device import Event, HostReadError, device_guard, refuse_to_wait
 
 __all__ = ["Call", "Calls", "HostReadError", "count_collectives", "count_host_reads", "fake_cuda", "host_may_wait"]
 
@@ -42,10 +42,6 @@ _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
 _may_wait = False
-
-
-class HostReadError(RuntimeError):
-    """Under `fake_cuda`: the host would have waited for the device."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +187,9 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     # Real CPU tensors may come in (a constant of the module under test); a fake device for the rest.
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        _device_guard(),
-        mock.patch("torch.cuda.Event", _Event),
-        mock.patch("torch.cuda.synchronize", _refuse_to_wait),
+        device_guard(),
+        mock.patch("torch.cuda.Event", Event),
+        mock.patch("torch.cuda.synchronize", refuse_to_wait),
         fake,
         _Watch(_raise_if_waits, real_reads=True),
     ):
@@ -204,7 +200,7 @@ class _Watch(TorchDispatchMode):
     """Calls `look(func, args, kwargs)` before each operator, inside DTensor too."""
 
     def __init__(self, look: Callable[[Any, Any, Any], None], *, real_reads: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.look = look
         self.real_reads = real_reads
 
@@ -218,39 +214,6 @@ class _Watch(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-class _Event:
-    """Stands for `torch.cuda.Event`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing runs, so there is nothing to mark."""
-
-    def query(self) -> bool:
-        """Never reached."""
-        return False
-
-    def synchronize(self) -> None:
-        """Refused."""
-        _refuse_to_wait()
-
-
-def _refuse_to_wait(*args: Any, **kwargs: Any) -> None:
-    raise HostReadError("The host would wait in synchronize(): ask query() and come back a step later.")
-
-
-@contextlib.contextmanager
-def host_may_wait() -> Iterator[None]:
-    """Inside `fake_cuda`: let the host wait, for what is built once."""
-    global _may_wait
-    _may_wait = True
-    try:
-        yield
-    finally:
-        _may_wait = False
 
 
 def _raise_if_waits(func: Any, args: Any, kwargs: Any) -> None:
@@ -298,25 +261,3 @@ def _is_mask(index: Tensor | None) -> bool:
 def _call(func: Any, args: Any, kwargs: Any) -> Call:
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     return Call(str(func), tuple(tensor.numel() * tensor.element_size() for tensor in tensors))
-
-
-@contextlib.contextmanager
-def _device_guard() -> Iterator[None]:
-    """Give a CPU build the do-nothing CUDA guard that torch gives a CUDA build without a device.
-
-    Without it `float(t)`, `t[0]`, `t.copy_(u)` and more fail on a fake CUDA tensor with "PyTorch is not linked with
-    support for cuda devices", whether they wait or not. torch installs that guard only in place of one that counts
-    no devices: the guard of the lazy device is such a one, and is put there first.
-    """
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    registry = (ctypes.c_void_p * 18).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    cuda, lazy = 1, 17  # c10::DeviceType
-    if registry[cuda] is not None:
-        yield
-        return
-    registry[cuda] = registry[lazy]
-    torch._C._ensureCUDADeviceGuardSet()
-    try:
-        yield
-    finally:
-        registry[cuda] = None

@@ -8,8 +8,10 @@ can no longer be trusted.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -163,12 +165,8 @@ def _section(title: str, body: str, output: str) -> str:
 
 def _filters_of_the_project() -> list[str]:
     """Outside pytest: the same lines, from the file where pytest finds them."""
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
+    # Python 3.10 has no parser of its own; pytest brings this one.
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "pyproject.toml")
     with open(path, "rb") as file:
         pytest_options = tomllib.load(file)["tool"]["pytest"]

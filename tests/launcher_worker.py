@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils._pytree import tree_map_only
 
 Answer = tuple[float, str, str, "bytes | None"]
@@ -36,7 +37,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)
     # Calls share one rendezvous under prefixes: a new server each call would need a free port each call.
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     connection = Connection(connection_fd)
     _send(connection, "ready", server.port if server is not None else 0)
     while True:
@@ -70,14 +71,14 @@ def _serve(connection: Connection, rank: int, call: dict[str, Any]) -> None:
     """One call: an outcome, then, when the parent allows, a clean-up and what it found."""
     unraisable: list[str] = []
     with _ambience(rank, call), _collected_unraisables(unraisable), warnings.catch_warnings():
-        failure = None
+        failure, result = None, b""
         try:
             result = _run(rank, call)
         except BaseException as error:  # a worker must answer, whatever was raised
             failure = _describe(error)
             del error
         _send(connection, *(("failure", failure) if failure is not None else ("result", result)))
-        result = None
+        del result
         connection.recv_bytes()
         try:
             _forget()
@@ -96,11 +97,11 @@ def _run(rank: int, call: dict[str, Any]) -> bytes:
     function, args, kwargs = pickle.loads(call["payload"])
     # Modules imported by the line above may have put filters of their own in front.
     _apply_filters(call["filters"])
-    store = dist.TCPStore("127.0.0.1", call["port"], is_master=False)
+    store = TCPStore("127.0.0.1", call["port"], is_master=False)
     world_size = call["world_size"]
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore(f"call_{call['index']}", store),
+        store=PrefixStore(f"call_{call['index']}", store),
         rank=rank,
         world_size=world_size,
         # The parent's limit comes first, because it shows the stacks.

@@ -129,7 +129,7 @@ class _Body:
         self._sharded = True
         if mesh["tensor_parallel"].size() > 1:
             parallel = sharding.sequence_parallel if self.tensor_style == "sp" else sharding.tensor_parallel
-            parallel(self.model, mesh=mesh["tensor_parallel"])  # type: ignore[operator]
+            parallel(self.model, mesh=mesh["tensor_parallel"])
         if mesh["data_parallel"].size() > 1:
             sharding.shard_fsdp2(self.model, mesh=mesh["data_parallel"])
 
@@ -223,9 +223,7 @@ def make_strategy(strategy: Any, *, devices: int, package: str = PACKAGES[0]) ->
         return "ddp"
     if strategy == "fsdp1":
         policy = ModuleWrapPolicy({Block})
-        return cpu_fsdp_strategy(package)(
-            auto_wrap_policy=policy, use_orig_params=True, state_dict_type="sharded"
-        )
+        return cpu_fsdp_strategy(package)(auto_wrap_policy=policy, use_orig_params=True, state_dict_type="sharded")
     sizes = {"fsdp2": (devices, 1), "tp": (1, devices), "sp": (1, devices), "fsdp2_tp": (devices // 2, 2)}
     if strategy not in sizes:
         raise ValueError(f"strategy={strategy!r} is none of {STRATEGIES} or 'fsdp2_tp'.")

@@ -40,7 +40,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, 4) to (batch, 1)."""
-        return self.second(torch.tanh(self.first(x)))
+        output: Tensor = self.second(torch.tanh(self.first(x)))
+        return output
 
 
 class AdaptedLinear(nn.Module):
@@ -54,7 +55,8 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim_in) to (..., dim_out)."""
-        return self.base(x) + self.lora_b(self.lora_a(x))
+        output: Tensor = self.base(x) + self.lora_b(self.lora_a(x))
+        return output
 
 
 class Attention(nn.Module):
@@ -75,7 +77,8 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).tril()
         weights = torch.where(mask, scores, -1e4).softmax(-1)
-        return self.o((weights @ v).transpose(1, 2).flatten(-2))
+        output: Tensor = self.o((weights @ v).transpose(1, 2).flatten(-2))
+        return output
 
 
 class FeedForward(nn.Module):
@@ -88,7 +91,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim) to the same."""
-        return self.down(F.gelu(self.up(x)))
+        output: Tensor = self.down(F.gelu(self.up(x)))
+        return output
 
 
 class Block(nn.Module):
@@ -104,7 +108,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, sequence, dim) to the same."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        output: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return output
 
 
 class TinyTransformer(nn.Module):
@@ -147,7 +152,8 @@ class TinyTransformer(nn.Module):
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.norm(x))
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
 
 
 def initialise_(model: nn.Module, *, seed: int = 0) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 
-__all__ = ["MARK", "kill_all", "left_over"]
+__all__ = ["MARK", "is_alive", "kill_all", "left_over"]
 
 #: An environment variable that children inherit: parents can die, this stays.
 MARK = "STABILIZER_TEST_RUN"
@@ -30,6 +30,19 @@ def left_over(mark: str, *, but_not: Collection[int] = (), patience: float = 0.0
     while (found := _marked(f"{MARK}={mark}".encode(), but_not)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not.
+
+    Args:
+        pid: Its id.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def kill_all(processes: Mapping[int, str]) -> None:

@@ -115,11 +115,11 @@ def tensor_parallel(model: nn.Module, *, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def sequence_parallel(model: TinyTransformer, *, mesh: DeviceMesh) -> TinyTransformer:
+def sequence_parallel(model: nn.Module, *, mesh: DeviceMesh) -> nn.Module:
     """Tensor parallelism with the norms split along the sequence: the gradients of the norms' weights stay Partial.
 
     Args:
-        model: Without adapters or tied weights, changed in place.
+        model: A TinyTransformer (not with adapters or tied weights), changed in place.
         mesh: One axis, whose size divides the sequence length.
 
     Returns:
@@ -131,7 +131,7 @@ def sequence_parallel(model: TinyTransformer, *, mesh: DeviceMesh) -> TinyTransf
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
     parallelize_module(model, mesh, root)
-    split = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+    split: dict[str, Any] = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
     for block in _blocks(model):
         plan = {
             **_block_plan(output_layouts=Shard(1)),

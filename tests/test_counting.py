@@ -27,14 +27,19 @@ def _counted(function: Callable[[], Any]) -> tuple[Counter[str], list[tuple[int,
     return calls.names, calls.sizes
 
 
+def _waited(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
 def _plain(rank: int, world_size: int) -> dict[str, tuple[Counter[str], list[tuple[int, ...]]]]:
     t, own = torch.ones(4), dist.new_group()
     return {
         "all_reduce": _counted(lambda: dist.all_reduce(t)),
-        "own group": _counted(lambda: dist.all_reduce(t.double(), group=own, async_op=True).wait()),
+        "own group": _counted(lambda: _waited(dist.all_reduce(t.double(), group=own, async_op=True))),
         "barrier": _counted(dist.barrier),
         "send and receive": _counted(lambda: dist.send(t, 1) if rank == 0 else dist.recv(t, 0)),
-        "isend and irecv": _counted(lambda: (dist.isend(t, 1) if rank == 0 else dist.irecv(t, 0)).wait()),
+        "isend and irecv": _counted(lambda: _waited(dist.isend(t, 1) if rank == 0 else dist.irecv(t, 0))),
         "broadcast": _counted(lambda: dist.broadcast(t, 0)),
         "object": _counted(lambda: dist.all_gather_object([None] * world_size, 1)),
         "functional": _counted(lambda: functional.wait_tensor(functional.all_reduce(t, "sum", own))),
@@ -74,7 +79,7 @@ def _wrapped(rank: int, world_size: int) -> dict[str, Counter[str]]:
         counts[f"{name} forward"] = forward.names
         counts[f"{name} backward"] = _counted(loss.backward)[0]
     parameters = list(models["fsdp2"].parameters())
-    counts["clip"] = _counted(lambda: nn.utils.clip_grad_norm_(parameters, 1.0).full_tensor())[0]
+    counts["clip"] = _counted(lambda: sharding.full(nn.utils.clip_grad_norm_(parameters, 1.0)))[0]
     tensor = distribute_tensor(torch.ones(4, 4), sharding.mesh_1d(), [Shard(0)])
     counts["full_tensor"] = _counted(tensor.full_tensor)[0]
     return counts

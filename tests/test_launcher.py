@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -17,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos as _redistribution
 
-from tests import launcher, processes, sharding
+from tests import launcher, sharding
 from tests.launcher import WorkerError, run_distributed
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from tests.processes import is_alive
 
 
 @pytest.fixture
@@ -110,16 +109,18 @@ def test_nothing_leaks_into_the_next_call() -> None:
     assert before[0][2:6] == (False, torch.float32, 1, True)
 
 
-def _redistribute(rank: int, world_size: int) -> torch.Tensor:
+def _redistribute(rank: int, world_size: int) -> tuple[torch.Tensor, int, int]:
+    num_old_plans = _redistribution.cache_info().currsize
     tensor = distribute_tensor(torch.arange(5.0), sharding.mesh_1d(), [Shard(0)])
-    return (tensor * 2).sum().full_tensor() + tensor.full_tensor()
+    total = sharding.full((tensor * 2).sum()) + sharding.full(tensor)
+    return total, num_old_plans, _redistribution.cache_info().currsize
 
 
-def test_dtensor_plans_do_not_keep_an_old_group() -> None:
+def test_dtensor_plans_do_not_survive_their_group() -> None:
     for world_size in (2, 4, 2, 2):
-        assert all(
-            result.tolist() == [20, 21, 22, 23, 24] for result in run_distributed(_redistribute, world_size=world_size)
-        )
+        for result, num_old_plans, num_plans in run_distributed(_redistribute, world_size=world_size):
+            assert result.tolist() == [20, 21, 22, 23, 24]
+            assert num_old_plans == 0 < num_plans
 
 
 def _fail_on_one(rank: int, world_size: int) -> None:
@@ -158,7 +159,7 @@ def test_ranks_that_hang_after_a_failure_are_killed() -> None:
     assert time.monotonic() - started < launcher.GRACE_SECONDS + 10
     assert "rank 1, unfinished" in str(caught.value)
     assert "in _fail_and_hang" in str(caught.value).split("rank 1, unfinished")[1]
-    assert not any(_is_alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     assert not set(run_distributed(_pid)) & set(pids)
 
 
@@ -251,54 +252,3 @@ def test_calls_that_cannot_work_say_why() -> None:
         run_distributed(lambda rank, world_size: None)
     with pytest.raises(WorkerError, match=r"return `\.full_tensor\(\)` or `\.to_local\(\)`"):
         run_distributed(_return_dtensor)
-
-
-_PARENT = """
-    import os, sys, time
-    sys.path.insert(0, {root!r})
-    from tests import launcher, test_launcher
-    launcher.set_warning_filters([])
-    launcher.run_distributed(test_launcher._pid)
-    print(*launcher.worker_pids(), flush=True)
-    {then}
-"""
-
-
-@pytest.mark.parametrize(
-    "then", ["launcher.run_distributed(test_launcher._deadlock)", "sys.exit()", "time.sleep(1000)"]
-)
-def test_workers_end_with_their_parent(then: str) -> None:
-    code = textwrap.dedent(_PARENT).format(root=ROOT, then=then)
-    environment = {**os.environ, "PYTHONPATH": ROOT}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        if "exit" not in then:
-            time.sleep(0.5)  # for the ranks to be deep in their collective
-            assert all(_is_alive(pid) for pid in pids)
-            parent.kill()
-        parent.wait(30)
-        deadline = time.monotonic() + 10
-        while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert not any(_is_alive(pid) for pid in pids)
-
-
-def test_an_orphan_is_found_by_its_mark() -> None:
-    mark = os.environ[processes.MARK]
-    code = "import subprocess as s; print(s.Popen(['sleep', '1000'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    found = processes.left_over(mark, but_not=launcher.worker_pids())
-    assert list(found) == [int(answer.stdout)]
-    assert "sleep 1000" in found[int(answer.stdout)]
-    processes.kill_all(found)
-    assert processes.left_over(mark, but_not=launcher.worker_pids(), patience=3.0) == {}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False

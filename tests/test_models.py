@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,9 +49,9 @@ def _gradients(
     model, sharing = _spread(_make(kind, **options), strategy, world_size)
     loss_of(model, _batch(kind, rank // sharing)).backward()
     gradients: dict[str, Tensor | None] = {}
-    placements = {}
+    placements: dict[str, str] = {}
     if strategy == "fsdp1":
-        with sharding.FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     gradients[_clean(name)] = None if parameter.grad is None else parameter.grad.clone()
@@ -80,7 +81,8 @@ def _check(strategy: str, kind: str, world_size: int, **options: Any) -> dict[st
             torch.testing.assert_close(
                 got, torch.zeros_like(got) if want is None else want, rtol=1e-4, atol=1e-6, check_dtype=False, msg=name
             )
-    return answers[0][1]
+    placements: dict[str, str] = answers[0][1]
+    return placements
 
 
 @pytest.mark.parametrize("kind", ["mlp", "transformer"])

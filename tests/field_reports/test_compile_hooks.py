@@ -24,8 +24,6 @@ from tests.sharding import shard_fsdp1, shard_fsdp2
 
 # torch's own compiler, of modules that are compiled one by one.
 QUIET_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-    "ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"
-)
 
 
 def _run(module: Any, folder: Path, *, callback: GradNormCallback | None = None, **options: Any) -> Run:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from stabilizer import gradient_norms
 from tests.event_files import read_run
@@ -19,7 +20,7 @@ from tests.lightning_models import BATCH_SIZE, expected_batches, make_module
 from tests.lightning_variants import Plain
 from tests.models import loss_of, make_mlp, mlp_batch, reference_gradients
 from tests.reference import total_norm
-from tests.sharding import full
+from tests.sharding import full, mesh_1d
 
 
 class PickyLogger(TensorBoardLogger):
@@ -70,6 +71,17 @@ def test_B035_infinity_norms_and_largest_values_with_an_empty_shard(tmp_path: Pa
     for layer, series in expected.series().items():
         for tag in (f"grad_norm/layer/{layer}", f"grad_norm/max_abs/{layer}"):
             assert list(run.scalars[tag].values()) == pytest.approx(series, rel=TOLERANCE)
+
+
+def largest_of_one_row(rank: int, world_size: int) -> tuple[int, float]:
+    model = fully_shard(nn.Linear(8, 1, bias=False), mesh=mesh_1d())
+    model(torch.tensor([[1.0, 2, 3, -4, 3, 2, 1, 0]])).sum().backward()
+    return model.weight.grad.to_local().numel(), gradient_norms(model, norm_type="inf").total_norm.item()
+
+
+@covers("fsdp2", "plain")
+def test_B035_a_rank_without_elements_takes_part_in_the_maximum() -> None:
+    assert run_distributed(largest_of_one_row, timeout=60) == [(8, 4.0), (0, 4.0)]
 
 
 class Known(nn.Module):
