@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from stabilizer.callbacks import GradNormCallback
 from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import logger
 
-__all__ = ["gpu_rows", "quiet_steps"]
+__all__ = ["Training", "count_waits", "gpu_rows", "quiet_steps"]
 
 _STEP = "GPU: quiet step with GradNormCallback / without"
 _WAITS = "GPU: steps of 20 in which the host waits for the device"
@@ -38,10 +37,11 @@ def gpu_rows(*, tiny: bool = False) -> list[Figure]:
     if not torch.cuda.is_available():
         return [Figure("gpu", what, None, unit, target, "no CUDA device") for what, unit, target in rows]
     device = torch.device("cuda", torch.cuda.current_device())
-    training = _Training(device, tiny=tiny)
-    how = f"124 M parameters in bf16, {torch.cuda.get_device_name(device)}"
+    training = Training(device, tiny=tiny)
+    num_parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    how = f"{num_parameters / 1e6:.0f} M parameters in bf16, {torch.cuda.get_device_name(device)}"
     memory = _memory(training)
-    waits = _waits(training)
+    waits = count_waits(training)
     samples = quiet_steps(training, rounds=3 if tiny else 100)
     return [
         ratio_figure("gpu", _STEP, samples, ("with", "without"), target=1.01, how=how),
@@ -50,7 +50,7 @@ def gpu_rows(*, tiny: bool = False) -> list[Figure]:
     ]
 
 
-class _Training:
+class Training:
     """A model, an optimizer and a suite that can be left out of a step.
 
     Args:
@@ -89,7 +89,7 @@ class _Training:
         self.optimizer.zero_grad(set_to_none=False)
 
 
-def quiet_steps(training: Any, *, rounds: int) -> Samples:
+def quiet_steps(training: Training, *, rounds: int) -> Samples:
     """Time steps with and without the callback in turn; the device is busy all the time, as in training.
 
     Args:
@@ -130,7 +130,7 @@ def _clock(device: torch.device) -> Callable[[], Callable[[], float]]:
     return mark
 
 
-def _memory(training: _Training) -> float:
+def _memory(training: Training) -> float:
     """Megabytes that stay allocated for the callback, its ring left out."""
     for _ in range(2):
         training.step(False)
@@ -155,7 +155,7 @@ class _Errors(logging.Handler):
         self.num_errors += 1
 
 
-def _waits(training: _Training) -> float:
+def count_waits(training: Training) -> float:
     """Steps of 20 in which the suite waited for the device."""
     handler, num_steps = _Errors(level=logging.ERROR), 0
     logger.addHandler(handler)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Run as a file, Python looks for modules beside it only.
-sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in (str(ROOT), str(ROOT / "benchmarks")))]
+if not __package__:
+    # Run as a file, Python looks for modules beside it and not in the project.
+    sys.path[0] = str(ROOT)
 
 import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -97,7 +98,8 @@ def _warn_if_busy(console: Console) -> None:
 
 
 def _table(figures: Sequence[Figure]) -> Table:
-    table = Table(title="What gradient statistics cost")
+    caption = f"medians; torch {torch.__version__}, {os.cpu_count()} cores"
+    table = Table(title="What gradient statistics cost", caption=caption)
     for title, justify in (("What", "left"), ("Figure", "right"), ("Target", "right"), ("Met", "left")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
     table.add_column("How it was measured", style="dim")

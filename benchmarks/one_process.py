@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.timing import Figure, Samples, agreement, measure_ratios, ratio_figure
+from benchmarks.timing import Figure, Samples, ratio_figure, time_in_turn, until_two_agree
 from stabilizer import GradientStore, ParameterIndex
 from stabilizer.callbacks import GradNormCallback
 from stabilizer.callbacks.suite import Suite
@@ -98,7 +98,10 @@ def statistics_of_a_step(*, tiny: bool = False) -> list[Figure]:
     }
     ours, theirs = ("statistics", "callback"), ("foreach_norm", "clip_grad_norm")
     pairs = [(one, other) for one in ours for other in theirs]
-    samples, apart = measure_ratios(functions, pairs, rounds=3 if tiny else 24, runs=2 if tiny else 8)
+    time_in_turn(functions, rounds=2)  # first calls allocate
+    samples, apart = until_two_agree(
+        lambda: time_in_turn(functions, rounds=3 if tiny else 24), pairs, runs=2 if tiny else 8
+    )
     names = {
         "statistics": "all statistics of a step",
         "callback": "GradNormCallback, whole",
@@ -131,16 +134,9 @@ def import_time(*, tiny: bool = False) -> list[Figure]:
         One ratio.
     """
     names, pair = ("torch", "stabilizer"), ("stabilizer", "torch")
-    for name in names:
-        _import_seconds(name)  # compiles, and brings the files into the machine's cache
-    last, apart = _imports(names, rounds=1 if tiny else 7), float("inf")
-    previous = last
-    for _ in range(1 if tiny else 4):
-        previous, last = last, _imports(names, rounds=1 if tiny else 7)
-        apart = agreement(previous, last, [pair])
-        if apart <= 0.05:
-            break
-    samples = {name: previous[name] + last[name] for name in names}
+    if not tiny:
+        _imports(names, rounds=1)  # compiles, and brings the files into the machine's cache
+    samples, apart = until_two_agree(lambda: _imports(names, rounds=1 if tiny else 7), [pair], runs=2 if tiny else 5)
     how = "fresh interpreters in turn"
     what = "import stabilizer / import torch"
     return [ratio_figure("import", what, samples, pair, target=1.3, how=how, apart=apart)]

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Figure", "Samples", "agreement", "busy", "measure_ratios", "ratio", "ratio_figure"]
+__all__ = ["Figure", "Samples", "agreement", "busy", "ratio", "ratio_figure", "time_in_turn", "until_two_agree"]
 
+#: Largest relative difference of a ratio between two runs that agree.
+TOLERANCE = 0.05
 #: Seconds of every call, by function.
 Samples = dict[str, list[float]]
 
@@ -82,38 +84,43 @@ def agreement(first: Samples, second: Samples, pairs: Sequence[tuple[str, str]])
     return max(abs(ratio(second, pair) / ratio(first, pair) - 1) for pair in pairs)
 
 
-def measure_ratios(
-    functions: Mapping[str, Callable[[], object]],
-    pairs: Sequence[tuple[str, str]],
-    *,
-    rounds: int,
-    runs: int = 8,
-    tolerance: float = 0.05,
+def until_two_agree(
+    run: Callable[[], Samples], pairs: Sequence[tuple[str, str]], *, runs: int = 8, tolerance: float = TOLERANCE
 ) -> tuple[Samples, float]:
-    """Time functions in turn, run after run, until two runs in a row agree.
+    """Run after run, until two in a row agree.
 
     Args:
-        functions: What to time; called with nothing between them.
+        run: Times everything several times.
         pairs: The ratios that must agree.
-        rounds: Calls of every function in a run.
-        runs: At most so many runs.
+        runs: At most so many runs, at least 2.
         tolerance: Largest relative difference of a ratio between two runs that agree.
 
     Returns:
         Times of the last two runs together, and how far their ratios are apart.
+
+    Example:
+        >>> until_two_agree(lambda: {"a": [3.0], "b": [2.0]}, [("a", "b")])
+        ({'a': [3.0, 3.0], 'b': [2.0, 2.0]}, 0.0)
     """
-    _one_run(functions, rounds=2)  # first calls allocate
-    last, apart = _one_run(functions, rounds=rounds), float("inf")
-    previous = last
-    for _ in range(1, runs):
-        previous, last = last, _one_run(functions, rounds=rounds)
-        apart = agreement(previous, last, pairs)
-        if apart <= tolerance:
+    previous, last = run(), run()
+    for _ in range(2, runs):
+        if agreement(previous, last, pairs) <= tolerance:
             break
-    return {name: previous[name] + last[name] for name in functions}, apart
+        previous, last = last, run()
+    together = {name: previous[name] + last[name] for name in last}
+    return together, agreement(previous, last, pairs)
 
 
-def _one_run(functions: Mapping[str, Callable[[], object]], *, rounds: int) -> Samples:
+def time_in_turn(functions: Mapping[str, Callable[[], object]], *, rounds: int) -> Samples:
+    """Time functions, every one in every round.
+
+    Args:
+        functions: What to time; called with nothing between them.
+        rounds: Calls of every function.
+
+    Returns:
+        Times.
+    """
     samples: Samples = {name: [] for name in functions}
     # Everybody comes after everybody else equally often: what a call leaves in the cache helps all of them.
     orders = itertools.cycle(list(itertools.permutations(functions)))
@@ -149,7 +156,7 @@ def ratio_figure(
         samples: Times.
         pair: Numerator and denominator.
         target: Largest ratio that is good.
-        how: What else there is to say beside the number of calls, threads and the version of torch.
+        how: What else there is to say beside the number of calls and threads.
         apart: How far the ratios of two runs are apart.
         num_threads: Threads of a process; default those of this one.
 
@@ -163,8 +170,8 @@ def ratio_figure(
         "runs_apart": apart,
     }
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    numbers = f"n={len(samples[pair[0]])}, {threads} threads, torch {torch.__version__}"
-    doubt = "" if apart is None or apart <= 0.05 else f"; two runs differ by {apart:.0%}"
+    numbers = f"n={len(samples[pair[0]])}, {threads} thread{'s' if threads > 1 else ''}"
+    doubt = "" if apart is None or apart <= TOLERANCE else f"; two runs differ by {apart:.0%}"
     return Figure(row, what, ratio(samples, pair), "ratio", target, f"{how}, {numbers}{doubt}", details)
 
 

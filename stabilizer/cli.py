@@ -163,8 +163,10 @@ def _parse(args: Sequence[str]) -> tuple[Callable[..., None], dict[str, Any]]:
         subcommands.add_subcommand(name, subparser, help=_summary(function))
     config = parser.parse_args(list(args))
     function, _ = _COMMANDS[config.command]
+    # jsonargparse renamed the method in 4.49; Lightning's own CLI may hold it below that.
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     try:
-        arguments = parser.instantiate_classes(config)[config.command].as_dict()
+        arguments = instantiate(config)[config.command].as_dict()
     except ValueError as error:
         raise UsageError(str(error)) from error
     arguments.pop("config", None)

@@ -196,6 +196,17 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         yield fake
 
 
+@contextlib.contextmanager
+def host_may_wait() -> Iterator[None]:
+    """Inside `fake_cuda`: let the host wait, for what is built once."""
+    global _may_wait
+    _may_wait = True
+    try:
+        yield
+    finally:
+        _may_wait = False
+
+
 class _Watch(TorchDispatchMode):
     """Calls `look(func, args, kwargs)` before each operator, inside DTensor too."""
 

@@ -41,17 +41,6 @@ def refuse_to_wait(*args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def host_may_wait() -> Iterator[None]:
-    """Inside `fake_cuda`: let the host wait, for what is built once."""
-    global _may_wait
-    _may_wait = True
-    try:
-        yield
-    finally:
-        _may_wait = False
-
-
-@contextlib.contextmanager
 def device_guard() -> Iterator[None]:
     """Give a CPU build the do-nothing CUDA guard that torch gives a CUDA build without a device.
 

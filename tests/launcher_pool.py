@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 MAX_WORLD_SIZE = 4
 START_SECONDS = 180.0
@@ -61,17 +60,14 @@ class Worker:
     process: subprocess.Popen[bytes]
     connection: Connection
     lifeline: int
-    folder: str
+    output: BinaryIO
+    stacks: BinaryIO
     result: bytes | None = None
     failure: Failure | None = None
     released: bool = False
     done: bool = False
     trusted: bool = True
     output_start: int = 0
-
-    def path(self, name: str) -> str:
-        """A file of this worker's own: "output" or "stacks"."""
-        return os.path.join(self.folder, f"{name}.{self.rank}")
 
     @property
     def answered(self) -> bool:
@@ -94,7 +90,6 @@ class Worker:
 class Pool:
     """Up to `MAX_WORLD_SIZE` workers; worker i is always rank i, and worker 0 hosts the rendezvous of all calls."""
 
-    folder: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="stabilizer-workers-"))
     workers: list[Worker] = field(default_factory=list)
     active: list[Worker] = field(default_factory=list)
     busy: bool = False
@@ -145,7 +140,7 @@ class Pool:
         }
         for worker in self.active:
             worker.result, worker.failure, worker.released, worker.done = None, None, False, False
-            worker.output_start = os.path.getsize(worker.path("output"))
+            worker.output_start = _size(worker.output)
             worker.send(("call", call))
 
     def collect_outcomes(self, *, deadline: float, grace: float) -> None:
@@ -189,24 +184,21 @@ class Pool:
     def output(self, rank: int) -> str:
         """What a rank has written to stdout and stderr in this call."""
         worker = self.workers[rank]
-        with open(worker.path("output"), "rb") as file:
-            file.seek(worker.output_start)
-            return file.read().decode(errors="replace")
+        return _read_from(worker.output, worker.output_start)
 
     def stacks(self, ranks: list[int]) -> dict[int, str]:
         """The stacks of all threads of these ranks, by a signal that also reaches a process stuck in C++."""
         if not ranks:
             return {}
-        before = {rank: os.path.getsize(self.workers[rank].path("stacks")) for rank in ranks}
+        before = {rank: _size(self.workers[rank].stacks) for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 self.workers[rank].process.send_signal(signal.SIGUSR1)
         time.sleep(0.5)
         found = {}
         for rank in ranks:
-            with open(self.workers[rank].path("stacks")) as file:
-                file.seek(before[rank])
-                found[rank] = file.read() or "(no stack: the process did not answer)"
+            stack = _read_from(self.workers[rank].stacks, before[rank])
+            found[rank] = stack or "(no stack: the process did not answer)"
         return found
 
     def kill(self) -> None:
@@ -221,31 +213,32 @@ class Pool:
             worker.process.wait()
             worker.connection.close()
             os.close(worker.lifeline)
+            worker.output.close()
+            worker.stacks.close()
         self.workers, self.active, self.busy = [], [], False
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, rank: int) -> Worker:
         ours, theirs = Pipe(duplex=True)
         lifeline_read, lifeline_write = os.pipe()
-        fds = (theirs.fileno(), lifeline_read)
-        paths = [os.path.join(self.folder, f"{name}.{rank}") for name in ("output", "stacks")]
+        # Files without a name: there is nothing to remove when this process is killed.
+        output, stacks = (cast("BinaryIO", tempfile.TemporaryFile()) for _ in range(2))  # noqa: SIM115
+        fds = (theirs.fileno(), lifeline_read, stacks.fileno())
         # The kernel's signal comes when the *thread* that forked ends: only the main thread may ask for it.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        with open(paths[0], "wb") as output, open(paths[1], "wb"):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.launcher_worker", *map(str, (rank, *fds, parent)), paths[1]],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.launcher_worker", *map(str, (rank, parent, *fds))],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=fds,
+            start_new_session=True,
+        )
         theirs.close()
         os.close(lifeline_read)
-        return Worker(rank, process, ours, lifeline_write, self.folder)
+        return Worker(rank, process, ours, lifeline_write, output, stacks)
 
     def _receive(self, workers: list[Worker], deadline: float) -> None:
         """Take what has arrived; look every half second for a death that no closed pipe tells."""
@@ -281,3 +274,12 @@ class Pool:
         summary = f"the process died with exit status {worker.process.returncode}"
         if worker.failure is None:
             worker.failure = Failure(worker.rank, time.monotonic(), summary, "(a negative status is a signal)")
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _read_from(file: BinaryIO, start: int) -> str:
+    # Never seek: the worker writes at the position that it shares with this file.
+    return os.pread(file.fileno(), _size(file) - start, start).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The workers' side of the launcher: `python -m tests.launcher_worker RANK CONNECTION LIFELINE PARENT STACKS`."""
+"""The workers' side of the launcher: `python -m tests.launcher_worker RANK PARENT CONNECTION LIFELINE STACKS`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ Answer = tuple[float, str, str, "bytes | None"]
 
 def main() -> None:
     """Serve calls until the parent is gone."""
-    rank, connection_fd, lifeline, parent = (int(argument) for argument in sys.argv[1:5])
+    rank, parent, connection_fd, lifeline, stacks = (int(argument) for argument in sys.argv[1:6])
     _die_with(parent)
-    stacks = open(sys.argv[5], "a")  # noqa: SIM115 - open for the life of the process: a signal handler writes to it
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stabilizer.cli import UsageError, main, tensorboard_command
+from stabilizer.cli import UsageError, demo, main, tensorboard_command
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
@@ -37,10 +37,10 @@ class Session:
 
     def __init__(self, command: Sequence[str], *, cwd: Path) -> None:
         # Python's default filters: what a user would see.
-        env = {key: value for key, value in os.environ.items() if key not in {"PYTHONWARNINGS", "STABILIZER_DISABLE"}}
-        env.update(
-            PYTHONPATH=os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), OMP_NUM_THREADS="1", COLUMNS="200"
-        )
+        hidden = {"PYTHONWARNINGS", "STABILIZER_DISABLE"}
+        env = {key: value for key, value in os.environ.items() if key not in hidden}
+        env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
+        env.update(OMP_NUM_THREADS="1", COLUMNS="200")
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -101,18 +101,16 @@ def read_scalars(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def covers(strategy: str) -> pytest.MarkDecorator:
+    return pytest.mark.covers(feature="demo", strategy=strategy, host="lightning")
+
+
 @pytest.mark.parametrize(
     ("strategy", "program"),
     [
-        pytest.param(
-            "fsdp2", ["-m", "stabilizer"], marks=pytest.mark.covers(feature="demo", strategy="fsdp2", host="lightning")
-        ),
-        pytest.param("ddp", ["script.py"], marks=pytest.mark.covers(feature="demo", strategy="ddp", host="lightning")),
-        pytest.param(
-            "single",
-            ["-m", "stabilizer"],
-            marks=pytest.mark.covers(feature="demo", strategy="single", host="lightning"),
-        ),
+        pytest.param("fsdp2", ["-m", "stabilizer"], marks=covers("fsdp2")),
+        pytest.param("ddp", ["script.py"], marks=covers("ddp")),
+        pytest.param("single", ["-m", "stabilizer"], marks=covers("single")),
     ],
 )
 def test_four_steps_log_every_layer_and_say_how_to_see_them(
@@ -140,9 +138,8 @@ def test_four_steps_log_every_layer_and_say_how_to_see_them(
 
     steps = read_scalars(logdir)
     assert steps["grad_norm/total"] == [0, 1, 2, 3]
-    assert {tag for tag in steps if tag.startswith("grad_norm/layer/")} == {
-        f"grad_norm/layer/{name}" for name in LAYERS
-    }
+    layers = {tag.removeprefix("grad_norm/layer/") for tag in steps if tag.startswith("grad_norm/layer/")}
+    assert layers == set(LAYERS)
     assert all(steps[f"grad_norm/layer/{name}"] == [0, 1, 2, 3] for name in LAYERS)
     assert steps["train/loss"] == [0, 1, 2, 3]
 
@@ -167,7 +164,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_exception_on_one_rank_leaves_no_process(rank: int, tmp_path: Path, sessions: list[Session]) -> None:
     (tmp_path / "failing.py").write_text(FAILING_RANK)
     session = Session([sys.executable, "failing.py", str(rank)], cwd=tmp_path)
@@ -178,7 +175,9 @@ def test_an_exception_on_one_rank_leaves_no_process(rank: int, tmp_path: Path, s
     assert_group_ends(session)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False], ids=["ctrl-c", "signal to rank 0"])
+@pytest.mark.parametrize(
+    "is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ctrl-c", "signal to rank 0"]
+)
 def test_an_interrupt_leaves_no_process(is_terminal: bool, tmp_path: Path, sessions: list[Session]) -> None:
     arguments = ["demo", "--steps", "100000", "--logdir", str(tmp_path / "runs")]
     session = Session([sys.executable, "-m", "stabilizer", *arguments], cwd=tmp_path)
@@ -228,14 +227,11 @@ def test_bad_input_is_one_line(
     assert all(word in captured.err for word in words), captured.err
 
 
-def test_without_lightning_the_error_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_lightning_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stabilizer.callbacks import GradNormCallback
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'torch-stabilizer\[lightning\]'"):
-        from stabilizer.callbacks import GradNormCallback
-        from stabilizer.cli import demo
-
         demo(GradNormCallback())
 
 
@@ -250,7 +246,6 @@ def test_the_program_explains_itself(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("folder", ["plain", "two words", "a'quote", "$HOME"])
 def test_the_tensorboard_line_survives_a_shell(folder: str) -> None:
     line = tensorboard_command(Path(folder))
-    echoed = subprocess.run(
-        ["sh", "-c", line.replace("tensorboard", "printf %s%s", 1)], capture_output=True, text=True, check=True
-    )
+    printed = line.replace("tensorboard", "printf %s%s", 1)
+    echoed = subprocess.run(["sh", "-c", printed], capture_output=True, text=True, check=True)
     assert echoed.stdout == f"--logdir{folder}"

@@ -172,6 +172,7 @@ def _deadlock(rank: int, world_size: int) -> None:
 
 @pytest.mark.usefixtures("new_pool")
 def test_a_deadlock_shows_every_ranks_stack() -> None:
+    run_distributed(_pid)  # so that two seconds are enough to get there
     with pytest.raises(TimeoutError, match=r"did not end within 2 s on ranks \[0, 1\]") as caught:
         run_distributed(_deadlock, timeout=2)
     first, second = str(caught.value).split("rank 1, unfinished")

@@ -1,0 +1,1 @@
+"""What the callbacks cost, measured; `python benchmarks/gradient_statistics.py` runs it."""
