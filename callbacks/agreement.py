@@ -12,13 +12,11 @@ from torch import Tensor
 
 from stabilizer.errors import warn
 from stabilizer.late import HostCopy
-from stabilizer.measurement import Measurement
+from stabilizer.measurement import Measurement, describe_difference
 
 __all__ = ["Agreement"]
 
 _INTERVAL = 64
-# DDP leaves the same bits on every rank; devices of different kinds may differ in the last ones.
-_TOLERANCE = 1e-3
 
 
 class Agreement:
@@ -126,12 +124,8 @@ class Agreement:
         if flags[-2] > 0:
             self.is_off = True
             warn("measuring gradients failed on a rank (its log has the traceback): all callbacks are off from now on")
-        if difference > _TOLERANCE and not self._warned:
+        message = describe_difference(difference, step)
+        if message is not None and not self._warned:
             self._warned = True
-            warn(
-                f"cross-rank check: gradients differ between ranks at step {step} (squared norms by {difference:.2g} "
-                "of the largest) though every rank holds whole gradients, so the ranks' models drift apart. Is the "
-                "last micro-batch of an accumulation outside no_sync()? Do parameters that live on some ranks only "
-                "need groups=?"
-            )
+            warn(message)
         return bool(flags[-1] > 0)

@@ -46,7 +46,7 @@ class GradNormCallback(StabilizerCallback):
 
     Args:
         every_n_steps: Interval of the total norm, in optimizer steps.
-        layer_every_n_steps: Interval of the norms by layer.
+        layer_every_n_steps: Interval of the norms by layer; `None` is off.
         norm_type: 2 or "inf".
         max_abs_every_n_steps: Interval of the largest absolute value by layer, which costs about ten norms; `None` is
             off.
@@ -72,7 +72,7 @@ class GradNormCallback(StabilizerCallback):
         self,
         *,
         every_n_steps: int = 1,
-        layer_every_n_steps: int = 10,
+        layer_every_n_steps: int | None = 10,
         norm_type: int | float | str = 2,
         max_abs_every_n_steps: int | None = None,
         heatmap_every_n_steps: int | None = 1000,
@@ -92,7 +92,7 @@ class GradNormCallback(StabilizerCallback):
             name=name,
             strict=strict,
         )
-        self.layer_every_n_steps = check_interval("layer_every_n_steps", layer_every_n_steps)
+        self.layer_every_n_steps = check_optional_interval("layer_every_n_steps", layer_every_n_steps)
         self.norm_type: NormType = parse_norm_type(norm_type)
         self.max_abs_every_n_steps = check_optional_interval("max_abs_every_n_steps", max_abs_every_n_steps)
         self.heatmap_every_n_steps = check_optional_interval("heatmap_every_n_steps", heatmap_every_n_steps)
@@ -111,13 +111,13 @@ class GradNormCallback(StabilizerCallback):
             if not context.is_scaled and not self._has_warned:
                 names = store.layer_names
                 context.later(store.nonfinite, lambda step, flags: self._warn_nonfinite(step, flags, names))
-        if step % self.layer_every_n_steps == 0:
+        if _is_due(step, self.layer_every_n_steps):
             context.log_layers(tags.GRAD_NORM_LAYER, store.norms)
-        if self.max_abs_every_n_steps is not None and step % self.max_abs_every_n_steps == 0:
+        if _is_due(step, self.max_abs_every_n_steps):
             largest = store.max_abs
             assert largest is not None  # the store measures what the callbacks say they need
             context.log_layers(tags.GRAD_NORM_MAX_ABS, largest)
-        if self.heatmap_every_n_steps is not None and step and step % self.heatmap_every_n_steps == 0:
+        if step and _is_due(step, self.heatmap_every_n_steps):
             self._draw(context)
 
     def on_step_end(self, context: StepContext) -> None:
@@ -126,7 +126,7 @@ class GradNormCallback(StabilizerCallback):
             return
         if context.step % self.every_n_steps == 0:
             context.log(tags.GRAD_NORM_TOTAL_AFTER, context.after.total_norm)
-        if context.step % self.layer_every_n_steps == 0:
+        if _is_due(context.step, self.layer_every_n_steps):
             context.log_layers(tags.GRAD_NORM_LAYER_AFTER, context.after.norms)
 
     def on_run_end(self, context: StepContext) -> None:
@@ -231,3 +231,7 @@ class GradNormCallback(StabilizerCallback):
     def __getstate__(self) -> dict[str, Any]:
         saved = {int(index): snapshot for index, snapshot in self.extra_state()["history"].items()}
         return {**super().__getstate__(), "_saved": saved}
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step % interval == 0

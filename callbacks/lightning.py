@@ -75,6 +75,7 @@ class LightningDriver:
         self._suites: dict[int, Suite] = {}
         self._has_stepped: set[int] = set()
         self._num_backwards = 0
+        self._names: tuple[str, ...] = ()
         self._clip_gradients: Callable[..., None] | None = None
 
     def setup(self, stage: str) -> None:
@@ -92,7 +93,7 @@ class LightningDriver:
         """Check what can be checked before the first step, and arrange the charts."""
         trainer = self._trainer
         _refuse_optimizers(trainer.optimizers)
-        check_selections(self.callbacks, trainer.lightning_module)
+        self._names = check_selections(self.callbacks, trainer.lightning_module)
         charts = {title: tags for callback in self.callbacks for title, tags in callback.charts().items()}
         if charts and self._sink.is_logging:
             self._sink.charts(charts)
@@ -151,6 +152,7 @@ class LightningDriver:
                 sink=self._sink,
                 optimizer_index=number,
                 groups=getattr(module, "stabilizer_groups", None),
+                known_names=self._names,
             )
         return self._suites[number]
 

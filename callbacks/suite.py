@@ -23,12 +23,15 @@ from stabilizer.view import LayerView
 __all__ = ["Suite", "check_selections"]
 
 
-def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) -> None:
+def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) -> tuple[str, ...]:
     """Raise for `layers=` and `exclude=` that match nothing in a model, before the first step.
 
     Args:
         callbacks: All of ours.
         model: The model that will train.
+
+    Returns:
+        Names of the parameters that train: at a step, some may be frozen for the moment.
 
     Raises:
         ValueError: Names the item and what there is.
@@ -36,6 +39,7 @@ def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) 
     names = ParameterIndex(model).names
     for callback in callbacks:
         callback.choose(names)
+    return names
 
 
 class Suite:
@@ -51,6 +55,7 @@ class Suite:
         sink: The host's loggers.
         optimizer_index: Position of the optimizer.
         groups: See `ParameterIndex`.
+        known_names: Names of parameters that `layers=` may mean though they do not train at this optimizer's steps.
     """
 
     def __init__(
@@ -62,12 +67,13 @@ class Suite:
         sink: Sink,
         optimizer_index: int = 0,
         groups: Mapping[str, Any] | None = None,
+        known_names: Sequence[str] = (),
     ) -> None:
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
         self.late = LateLog(sink)
         self._model, self._optimizer, self._groups = model, optimizer, groups
-        self._optimizer_index = optimizer_index
+        self._optimizer_index, self._known_names = optimizer_index, known_names
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
         self._store: GradientStore | None = None
         self._parameters: list[Tensor] = []
@@ -171,7 +177,7 @@ class Suite:
             num_flags=self._agreement.num_flags,
         )
         # A layer of another optimizer, or of another rank, may be asked for too: it is no mistake.
-        names = list(dict.fromkeys([*ParameterIndex(self._model).names, *store.names]))
+        names = list(dict.fromkeys([*self._known_names, *ParameterIndex(self._model).names, *store.names]))
         self._selections = []
         for callback in self.callbacks:
             view = store.view(callback.granularity, callback.norm_type)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -125,6 +127,21 @@ class _ProgressBar(TQDMProgressBar):
         return metrics
 
 
+class _EndOnTerminate(Callback):
+    """Ends the run at once when the process is told to terminate.
+
+    Lightning's own handler tells the other ranks by a broadcast first, which waits for ever for a rank that is inside
+    another collective.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self._end)
+
+    @staticmethod
+    def _end(signum: int, frame: FrameType | None) -> None:
+        sys.exit(128 + signum)
+
+
 def make_trainer(
     strategy: StrategyName = "fsdp2", *, steps: int, logdir: Path, callbacks: Sequence[Callback] = ()
 ) -> Trainer:
@@ -134,7 +151,7 @@ def make_trainer(
         strategy: One process, or data parallelism in two (in one, if there is one GPU).
         steps: Number of optimizer steps.
         logdir: Folder for TensorBoard; the run goes to `<strategy>/version_<n>` in it.
-        callbacks: Callbacks beside the progress bar.
+        callbacks: Callbacks beside the progress bar and the handling of signals.
 
     Returns:
         A trainer for one `fit`.
@@ -160,7 +177,7 @@ def make_trainer(
         use_distributed_sampler=False,
         logger=TensorBoardLogger(save_dir=logdir, name=strategy),
         log_every_n_steps=1,
-        callbacks=[_ProgressBar(), *callbacks],
+        callbacks=[_ProgressBar(), _EndOnTerminate(), *callbacks],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

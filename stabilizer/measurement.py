@@ -16,7 +16,9 @@ from stabilizer.partial import PartialSums
 from stabilizer.reduction import Reducer, accumulation_dtype
 from stabilizer.segments import Segments
 
-__all__ = ["Measurement", "Measurer"]
+__all__ = ["Measurement", "Measurer", "describe_difference"]
+
+_TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +42,26 @@ class Measurement:
     is_exact: bool
     flags: Tensor
     difference: Tensor | None
+
+
+def describe_difference(difference: float, step: int | None = None) -> str | None:
+    """What to say when gradients that should be equal on all ranks are not.
+
+    Args:
+        difference: `Measurement.difference`.
+        step: The optimizer step, if there is one.
+
+    Returns:
+        A message; `None` if the difference means nothing (devices of different kinds may differ in the last bits).
+    """
+    if difference <= _TOLERANCE:
+        return None
+    return (
+        f"cross-rank check: gradients differ between ranks{'' if step is None else f' at step {step}'} (norms by "
+        f"{difference:.2g} of the largest) though every rank should hold them whole, so the ranks' models drift apart. "
+        "Is the last micro-batch of an accumulation outside no_sync()? Do parameters that live on some ranks only need "
+        "groups=?"
+    )
 
 
 class _Statistics(NamedTuple):
@@ -105,11 +127,12 @@ class Measurer:
         is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
         local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
         flags = self._no_flags if flags is None else flags.to(self._dtype)
-        total, flags, difference = self._reduce(local, flags, is_exact, compare and self._index.is_replicated)
-        if not is_exact and self._host_sees_nonfinite(total):
+        compared = self._compared(tensors, local) if compare else None
+        total, flags, difference = self._reduce(local, flags, is_exact, compared)
+        if self._host_sees_nonfinite(total):
             is_exact = True
             local = self._guarded(self._wide_statistics, tensors)
-            total, *_ = self._reduce(local, self._no_flags, is_exact, False)
+            total, *_ = self._reduce(local, self._no_flags, is_exact, None)
         squares, maxima = total.squares, total.maxima
         if grad_scale is not None:
             inverse = grad_scale.detach().to(self._device).to(self._dtype).reciprocal()
@@ -152,29 +175,38 @@ class Measurer:
         exact = self._exact_statistics(tensors)
         return exact._replace(squares=self._units.sum(square_sums(tensors, device=self._device) * self._weights))
 
+    def _compared(self, tensors: Sequence[Tensor | None], local: _Statistics) -> Tensor | None:
+        """What must be equal on all ranks: statistics of gradients that every rank holds whole."""
+        if self._index.is_replicated:
+            return local.squares + local.maxima
+        whole = [tensors[position] for position in self._index.whole_positions]
+        return norms(whole, device=self._device).to(self._dtype) if whole else None
+
     def _reduce(
-        self, local: _Statistics, flags: Tensor, is_exact: bool, compare: bool
+        self, local: _Statistics, flags: Tensor, is_exact: bool, compared: Tensor | None
     ) -> tuple[_Statistics, Tensor, Tensor | None]:
         """All statistics over all ranks in at most one collective."""
         reducer, units = self._reducer, self._zeros.numel()
-        if reducer.world_size == 1 or (self._index.is_replicated and not compare):
+        if reducer.world_size == 1 or (self._index.is_replicated and compared is None):
             return local, flags, None
-        if not is_exact and not compare and len(self.norm_types) == 1:
+        if not is_exact and compared is None and len(self.norm_types) == 1:
             if 2 in self.norm_types:
                 sums = reducer.sum(torch.cat([local.squares, flags]))
                 return local._replace(squares=sums[:units]), sums[units:], None
             highest = reducer.maximum(torch.cat([local.maxima, flags]))
             return local._replace(maxima=highest[:units]), highest[units:], None
         # Sums and maxima at one step, or a comparison: gather the few numbers of every rank and finish here.
-        gathered = reducer.gather(torch.cat([*local, flags]))
-        sums, highest = gathered.sum(0), gathered.amax(0)
+        gathered = reducer.gather(torch.cat([*local, flags, self._zeros[:0] if compared is None else compared]))
+        sums, highest, end = gathered.sum(0), gathered.amax(0), 3 * units + flags.numel()
+        difference = None
+        if compared is not None:
+            spread = highest[end:] - gathered.amin(0)[end:]
+            difference = (spread / highest[end:].clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num(0.0, 0.0).amax()
         if self._index.is_replicated:
             # Own numbers, as on steps without a collective, so that both kinds of steps give the same bits.
-            lowest = gathered.amin(0)
-            spread = (highest - lowest)[: 2 * units] / highest[: 2 * units].clamp_min(torch.finfo(torch.float32).tiny)
-            return local, sums[3 * units :], spread.nan_to_num(0.0, 0.0).amax()
+            return local, sums[3 * units : end], difference
         total = _Statistics(sums[:units], highest[units : 2 * units], sums[2 * units : 3 * units])
-        return total, sums[3 * units :], None
+        return total, sums[3 * units : end], difference
 
     def _host_sees_nonfinite(self, total: _Statistics) -> bool:
         """Whether a norm is not finite, where reading that costs no wait; reduced numbers, so all ranks agree."""

@@ -135,7 +135,10 @@ def _map(
 def _l2(group: list[Tensor]) -> Sequence[Tensor]:
     if group[0].device.type != "cpu":
         return _foreach(group, 2.0)
-    return [_l2_cpu(tensor) for tensor in group]
+    # One call for all short ones: there are many (biases, norms), and each call costs more than the sum it makes.
+    short = [tensor for tensor in group if tensor.numel() <= _ROW]
+    values = iter(_foreach(short, 2.0) if short else ())
+    return [next(values) if tensor.numel() <= _ROW else _l2_cpu(tensor) for tensor in group]
 
 
 def _max_abs(group: list[Tensor]) -> Sequence[Tensor]:

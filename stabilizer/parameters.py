@@ -78,6 +78,16 @@ class ParameterIndex:
         return len(self.parameters)
 
     @property
+    def whole_positions(self) -> list[int]:
+        """Positions of the parameters of which every rank holds the whole."""
+        sharded = self.dtensor_positions | self.group_sizes.keys()
+        return [
+            position
+            for position, parameter in enumerate(self.parameters)
+            if position not in sharded and self._fsdp1_shards.get(parameter, 1) == 1
+        ]
+
+    @property
     def device(self) -> torch.device:
         """Where most of the elements are, and so where statistics are computed."""
         sizes: dict[torch.device, int] = {}

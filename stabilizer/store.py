@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from stabilizer.errors import warn
-from stabilizer.measurement import Measurement, Measurer
+from stabilizer.measurement import Measurement, Measurer, describe_difference
 from stabilizer.names import Granularity, layer_names
 from stabilizer.parameters import ParameterIndex
 from stabilizer.reduction import Reducer
@@ -163,7 +163,8 @@ def gradient_norms(
 ) -> GradientNorms:
     """Norms of all gradients of a model right now, over all ranks; for loops that want a single call.
 
-    It sets everything up anew at each call. A loop that measures every step keeps a `GradientStore`.
+    It sets everything up anew at each call, and warns if ranks that should hold equal gradients do not. A loop that
+    measures every step keeps a `GradientStore`.
 
     Args:
         model: The model, or its parameters (a list, a generator, one tensor).
@@ -190,7 +191,9 @@ def gradient_norms(
         warn(f"no gradients found on any of {len(index)} parameters: call this after backward() and before zero_grad()")
     store = GradientStore(index, granularities=(granularity,), norm_types=(kind,), ring=1)
     view = store.view(granularity, kind)
-    store.measure(step=0)
+    measurement = store.measure(step=0, compare=True)
+    if measurement.difference is not None and (message := describe_difference(measurement.difference.item())):
+        warn(message)
     return GradientNorms(view.layer_names, view.norms, view.total_norm, view.nonfinite)
 
 

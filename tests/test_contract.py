@@ -56,7 +56,8 @@ def test_is_a_callback_of_both_packages(kind: Any) -> None:
     import lightning.pytorch
     import pytorch_lightning
 
-    assert issubclass(kind, lightning.pytorch.Callback) and issubclass(kind, pytorch_lightning.Callback)
+    assert issubclass(kind, lightning.pytorch.Callback)
+    assert issubclass(kind, pytorch_lightning.Callback)
 
 
 def test_two_of_a_kind_live_side_by_side(kind: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -176,9 +176,17 @@ def test_an_exception_on_one_rank_leaves_no_process(rank: int, tmp_path: Path, s
 
 
 @pytest.mark.parametrize(
-    "is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ctrl-c", "signal to rank 0"]
+    ("number", "send"),
+    [
+        # A terminal sends the signal to all processes in its foreground.
+        pytest.param(signal.SIGINT, os.killpg, id="ctrl-c"),
+        pytest.param(signal.SIGINT, os.kill, id="interrupt of rank 0", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, os.kill, id="terminate rank 0", marks=pytest.mark.slow),
+    ],
 )
-def test_an_interrupt_leaves_no_process(is_terminal: bool, tmp_path: Path, sessions: list[Session]) -> None:
+def test_a_signal_leaves_no_process(
+    number: signal.Signals, send: Callable[[int, int], None], tmp_path: Path, sessions: list[Session]
+) -> None:
     arguments = ["demo", "--steps", "100000", "--logdir", str(tmp_path / "runs")]
     session = Session([sys.executable, "-m", "stabilizer", *arguments], cwd=tmp_path)
     sessions.append(session)
@@ -187,8 +195,7 @@ def test_an_interrupt_leaves_no_process(is_terminal: bool, tmp_path: Path, sessi
         assert session.process.poll() is None, session.finish()
         assert time.monotonic() < deadline, "training did not start"
         time.sleep(0.2)
-    # A terminal sends the signal to all processes in its foreground.
-    (os.killpg if is_terminal else os.kill)(session.process.pid, signal.SIGINT)
+    send(session.process.pid, number)
     status, _, err = session.finish(timeout=30)
     assert status != 0
     assert "Traceback" not in err, err

@@ -120,7 +120,6 @@ def test_B044_every_optimizer_has_the_norm_of_its_own_parameters(kind: type[TwoO
         assert squares**0.5 == pytest.approx(module.expected[number][2], rel=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="layers= is checked against what requires a gradient at that moment")
 def test_B044_layers_of_an_optimizer_that_is_toggled_off_may_be_asked_for(tmp_path: Path) -> None:
     # While the first optimizer steps, the embedding requires no gradient: it is no less a layer of the model.
     module = TwoOptimizers()
