@@ -25,7 +25,8 @@ def _lightning_classes() -> tuple[type, ...]:
 
 
 if TYPE_CHECKING:
-    _Base = object
+    # To a type checker a callback of ours is whatever a Trainer asks for: which bases it has is known at run time only.
+    _Base: Any
 else:
     # Two names of one class would be an error in the list of bases.
     _Base = type("_Base", tuple(dict.fromkeys(_lightning_classes())), {})
@@ -48,7 +49,7 @@ def _lightning(callback: HostCallback, trainer: Any, hook: str, *args: Any) -> N
     _serve_lightning(callback, trainer, hook, *args)
 
 
-class HostCallback(_Base):
+class HostCallback(_Base):  # type: ignore[misc]
     """Lightning's hooks, all of them handed over to `stabilizer.callbacks.lightning`."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

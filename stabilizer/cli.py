@@ -56,7 +56,7 @@ def demo(
     from stabilizer.examples.lightning_gpt import LightningGPT, make_trainer, silence_hints, train
 
     silence_hints()
-    trainer = make_trainer(strategy, steps=steps, logdir=logdir, callbacks=[grad_norm])  # type: ignore[list-item]  # base classes are found at run time
+    trainer = make_trainer(strategy, steps=steps, logdir=logdir, callbacks=[grad_norm])
     if trainer.global_rank == 0:
         hardware = f"{trainer.num_devices} process{'es' if trainer.num_devices > 1 else ''} on "
         hardware += "CUDA" if trainer.strategy.root_device.type == "cuda" else "the CPU"

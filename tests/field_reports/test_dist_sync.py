@@ -97,8 +97,9 @@ def measure_unsynchronized(rank: int, world_size: int) -> tuple[dict[str, float]
     model = Branches()
     model(rank == 1).backward()
     assert (model.sometimes.weight.grad is None) == (rank == 0)
-    with count_collectives() as calls:
+    with count_collectives() as calls, our_warnings() as messages:
         result = gradient_norms(model)
+    assert [message.startswith("cross-rank check") for message in messages] == ([] if rank else [True])
     return dict(zip(result.layer_names, result.norms.tolist(), strict=True)), len(calls)
 
 
