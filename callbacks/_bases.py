@@ -78,7 +78,7 @@ class HostCallback(_Base):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Called when a run breaks off, while the loggers are open."""
-        _lightning(self, trainer, "train_end")
+        _lightning(self, trainer, "exception")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called last."""

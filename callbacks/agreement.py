@@ -7,12 +7,16 @@ these few steps have one; there the ranks compare their gradients as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.errors import warn
 from stabilizer.late import HostCopy
 from stabilizer.measurement import Measurement, describe_difference
+from stabilizer.reduction import world_size
 
 __all__ = ["Agreement"]
 
@@ -28,7 +32,6 @@ class Agreement:
 
     def __init__(self, *, num_callbacks: int) -> None:
         self._local = [0.0] * (num_callbacks + 2)
-        self._disabled: set[int] = set()
         self._cache: tuple[list[float], Tensor] | None = None
         self._noted: tuple[int, HostCopy] | None = None
         self._warned = False
@@ -53,25 +56,17 @@ class Agreement:
         return step % _INTERVAL == 0 or (step < _INTERVAL and step & (step - 1) == 0)
 
     def fail(self, number: int) -> None:
-        """A callback raised on this rank: it is off here at once, elsewhere when the ranks have agreed.
+        """A callback raised on this rank: tell the others.
 
         Args:
             number: Of the callback.
         """
         self._local[number] = 1.0
-        self._disabled.add(number)
-
-    def is_disabled(self, number: int) -> bool:
-        """Whether a callback is off.
-
-        Args:
-            number: Of the callback.
-        """
-        return number in self._disabled
 
     def measuring_failed(self) -> None:
         """Statistics could not be computed on this rank; all ranks stop when they have agreed."""
         self._local[-2] = 1.0
+        self.is_off = world_size() == 1
 
     def request_replan(self, wanted: bool) -> None:
         """Ask all ranks to look again for Partial gradients, or no longer.
@@ -104,11 +99,11 @@ class Agreement:
         extra = measurement.flags.new_zeros(1) if difference is None else difference.reshape(1)
         self._noted = (measurement.step, HostCopy(torch.cat([measurement.flags, extra])))
 
-    def apply(self, names: list[str]) -> bool:
+    def apply(self, callbacks: Sequence[StabilizerCallback]) -> bool:
         """Act, at a due step, on what the ranks said at the one before.
 
         Args:
-            names: Of the callbacks.
+            callbacks: In the order of their numbers.
 
         Returns:
             Whether all ranks are to look again for Partial gradients.
@@ -117,10 +112,13 @@ class Agreement:
             return False
         step, copy = self._noted
         *flags, difference = copy.read().tolist()
-        for number, name in enumerate(names):
-            if flags[number] > 0 and number not in self._disabled:
-                self._disabled.add(number)
-                warn(f"{name} failed on another rank (its log has the traceback): it is off on all ranks from now on")
+        for number, callback in enumerate(callbacks):
+            if flags[number] > 0 and not callback.has_failed:
+                callback.has_failed = True
+                warn(
+                    f"{type(callback).__name__} failed on another rank (its log has the traceback): it is off on all "
+                    "ranks from now on"
+                )
         if flags[-2] > 0:
             self.is_off = True
             warn("measuring gradients failed on a rank (its log has the traceback): all callbacks are off from now on")

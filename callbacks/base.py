@@ -53,6 +53,8 @@ class StabilizerCallback(HostCallback):
     """
 
     order: ClassVar[int] = Order.LOG
+    # Whether the suite calls the hooks at every n-th step only; a callback with several intervals looks itself.
+    is_gated: ClassVar[bool] = True
     # What a subclass needs of the store.
     norm_type: NormType = 2
     history: int = 1
@@ -79,7 +81,8 @@ class StabilizerCallback(HostCallback):
         self.granularity = granularity
         self.name = name
         self.strict = strict
-        self.driver: Any = None  # the host's, if this callback speaks for all of ours
+        self.driver: Any = None  # the host's, while it runs
+        self.has_failed = False
         self._steps: dict[int, int] = {}
         self._views: dict[int, LayerView] = {}
 
@@ -91,6 +94,14 @@ class StabilizerCallback(HostCallback):
 
     def on_run_end(self, context: StepContext) -> None:
         """Called when training ends, with the context of the last step."""
+
+    def wants_after(self, step: int) -> bool:
+        """Whether `context.after` is read at a step; measuring it may cost a pass.
+
+        Args:
+            step: The optimizer step.
+        """
+        return False
 
     def charts(self) -> dict[str, list[str]]:
         """Charts to arrange in TensorBoard: title -> regular expressions of tags."""
@@ -169,6 +180,9 @@ class StabilizerCallback(HostCallback):
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint: plain types and CPU clones, readable with `weights_only=True`."""
+        if self.driver is not None:
+            # Somebody saves after the optimizer has moved and before the host has told us.
+            self.driver.settle()
         return {
             "version": 1,
             "hyperparameters": self.hyperparameters(),

@@ -64,6 +64,7 @@ class StepContext:
         tag_prefix: str,
         optimizer_index: int = 0,
         is_scaled: bool = False,
+        owner: int = -1,
     ) -> None:
         self.step = store.step
         self.optimizer_index = optimizer_index
@@ -72,7 +73,7 @@ class StepContext:
         self.is_scaled = is_scaled
         self.after: AfterClip | None = None
         self._selection = selection
-        self._late = late
+        self._late, self._owner = late, owner
         self._prefix = tag_prefix
 
     def select(self, values: Tensor) -> Tensor:
@@ -131,4 +132,4 @@ class StepContext:
             values: On any device.
             function: Takes the step and the values, flat, in float32, on the CPU.
         """
-        self._late.add(values, then=function)
+        self._late.add(values, then=function, owner=self._owner)

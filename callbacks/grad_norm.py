@@ -68,6 +68,8 @@ class GradNormCallback(StabilizerCallback):
         'GradNormCallback'
     """
 
+    is_gated = False
+
     def __init__(
         self,
         *,
@@ -129,6 +131,10 @@ class GradNormCallback(StabilizerCallback):
         if _is_due(context.step, self.layer_every_n_steps):
             context.log_layers(tags.GRAD_NORM_LAYER_AFTER, context.after.norms)
 
+    def wants_after(self, step: int) -> bool:
+        """At the steps at which the total or the layers are logged."""
+        return step % self.every_n_steps == 0 or _is_due(step, self.layer_every_n_steps)
+
     def on_run_end(self, context: StepContext) -> None:
         """Draw the last picture."""
         if self.heatmap_every_n_steps is not None and self._drawn_at.get(context.optimizer_index) != context.step:
@@ -166,7 +172,8 @@ class GradNormCallback(StabilizerCallback):
         """Put back the history of a checkpoint, or of the layers before a layer was unfrozen."""
         snapshot = self._snapshot(optimizer_index)
         super().attach_view(optimizer_index, view)
-        if snapshot is not None:
+        is_same_kind = snapshot is not None and snapshot["norm_type"] == view.norm_type
+        if snapshot is not None and is_same_kind and set(snapshot["layer_names"]) & set(view.layer_names):
             view.restore(snapshot["steps"], snapshot["norms"], snapshot["layer_names"])
         self._saved.pop(optimizer_index, None)
 
@@ -198,7 +205,12 @@ class GradNormCallback(StabilizerCallback):
         if view is None:
             return self._saved.get(optimizer_index)
         steps, norms = view.past(self.history)
-        return {"layer_names": list(view.layer_names), "steps": steps, "norms": norms.cpu().clone()}
+        return {
+            "norm_type": view.norm_type,
+            "layer_names": list(view.layer_names),
+            "steps": steps,
+            "norms": norms.cpu().clone(),
+        }
 
     def _warn_nonfinite(self, step: int, flags: Tensor, names: Sequence[str]) -> None:
         found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]

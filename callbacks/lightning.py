@@ -17,9 +17,11 @@ from torch import Tensor
 from stabilizer.callbacks._bases import register_lightning
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.suite import Suite, check_selections
-from stabilizer.errors import warn
+from stabilizer.errors import logger, warn
 
 __all__ = ["LightningDriver", "LightningSink"]
+
+_PACKAGES = ("lightning", "pytorch_lightning")
 
 
 class LightningSink:
@@ -36,8 +38,8 @@ class LightningSink:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Write numbers under a step."""
-        for logger in self._trainer.loggers:
-            logger.log_metrics(values, step=step)
+        for writer in self._trainer.loggers:
+            writer.log_metrics(values, step=step)
 
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure where a logger takes one."""
@@ -56,7 +58,7 @@ class LightningSink:
             experiment.add_custom_scalars(layout)
 
     def _experiments(self, method: str) -> list[Any]:
-        candidates = [getattr(logger, "experiment", None) for logger in self._trainer.loggers]
+        candidates = [getattr(writer, "experiment", None) for writer in self._trainer.loggers]
         return [experiment for experiment in candidates if hasattr(experiment, method)]
 
 
@@ -65,24 +67,38 @@ class LightningDriver:
 
     Args:
         trainer: Of either package.
+        leader: The callback that called first; it speaks for all.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, leader: StabilizerCallback) -> None:
         self._trainer = weakref.proxy(trainer)
-        self.callbacks = [callback for callback in trainer.callbacks if isinstance(callback, StabilizerCallback)]
+        self._trainer_id = id(trainer)
+        listed = [callback for callback in trainer.callbacks if isinstance(callback, StabilizerCallback)]
+        # A callback that another one hands its hooks to is in no list.
+        self.callbacks = listed if leader in listed else [leader]
         self.is_closed = False
         self._sink = LightningSink(trainer)
         self._suites: dict[int, Suite] = {}
-        self._has_stepped: set[int] = set()
-        self._num_backwards = 0
+        self._steps_at_run: dict[int, int] = {}
+        self._num_backwards, self._has_moved = 0, False
         self._names: tuple[str, ...] = ()
+        self._has_warned_of_optimizer = False
         self._clip_gradients: Callable[..., None] | None = None
+        for callback in self.callbacks:
+            callback.driver = self
 
-    def setup(self, stage: str) -> None:
+    def serves(self, callback: StabilizerCallback, trainer: Any) -> bool:
+        """Whether a hook of this trainer and this callback is to be acted on.
+
+        Args:
+            callback: Whose hook it is.
+            trainer: Who calls it.
+        """
+        return not self.is_closed and self._trainer_id == id(trainer) and callback is self.callbacks[0]
+
+    def setup(self) -> None:
         """Before the model is set up: refuse what cannot work."""
-        if stage != "fit":
-            self.is_closed = True
-        elif _is_disabled():
+        if _is_disabled():
             self.is_closed = True
             names = sorted({type(callback).__name__ for callback in self.callbacks})
             warn(f"STABILIZER_DISABLE is set: {', '.join(names)} do nothing in this run")
@@ -93,10 +109,9 @@ class LightningDriver:
         """Check what can be checked before the first step, and arrange the charts."""
         trainer = self._trainer
         _refuse_optimizers(trainer.optimizers)
-        self._names = check_selections(self.callbacks, trainer.lightning_module)
-        charts = {title: tags for callback in self.callbacks for title, tags in callback.charts().items()}
-        if charts and self._sink.is_logging:
-            self._sink.charts(charts)
+        if _groups_of(trainer) is None:
+            self._names = check_selections(self.callbacks, trainer.lightning_module)
+        self._arrange_charts()
         # In manual optimization a user clips before the optimizer step, and so before Lightning calls us: whoever clips
         # through Lightning passes here, and the raw gradients are measured first.
         plugin = trainer.precision_plugin
@@ -110,39 +125,81 @@ class LightningDriver:
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the suite of an optimizer, unless a clip in manual optimization has done so for this step."""
         self._run(optimizer)
-        self._has_stepped.add(id(optimizer))
 
     def train_batch_end(self) -> None:
-        """Close the steps of this batch."""
+        """Close the steps of this batch; a clip without a step after it was none."""
+        self.settle()
+        if self._has_moved:
+            self._has_moved, self._num_backwards = False, 0
         for suite in self._suites.values():
             if suite.is_open:
-                suite.finish()
-                self._num_backwards = 0
-        self._has_stepped.clear()
+                suite.abandon()
 
-    def train_end(self) -> None:
-        """Write everything and give Lightning its method back."""
+    def settle(self) -> None:
+        """Close the steps whose optimizer has moved."""
+        for number, suite in self._suites.items():
+            if suite.is_open and self._trainer.global_step > self._steps_at_run[number]:
+                suite.finish()
+                self._has_moved = True
+
+    def train_end(self, *, after_exception: bool = False) -> None:
+        """Write everything and give Lightning its method back.
+
+        Args:
+            after_exception: Whether the run breaks off: its exception is the one to show, not one of ours.
+        """
         self.is_closed = True
+        for callback in self.callbacks:
+            callback.driver = None
         if self._clip_gradients is not None:
             del self._trainer.precision_plugin.clip_gradients
             self._clip_gradients = None
-        for suite in self._suites.values():
-            suite.close()
-        self._suites.clear()  # a suite holds the model
+        suites, self._suites = self._suites, {}  # a suite holds the model
+        for number, suite in suites.items():
+            try:
+                if suite.is_open and self._trainer.global_step > self._steps_at_run[number]:
+                    suite.finish()
+                suite.close()
+            except Exception:
+                if not after_exception:
+                    raise
+                logger.exception("closing after an exception failed as well")
 
-    def _run(self, optimizer: torch.optim.Optimizer) -> Suite:
+    def _arrange_charts(self) -> None:
+        if not self._sink.is_logging:
+            return
+        try:
+            charts = {title: tags for callback in self.callbacks for title, tags in callback.charts().items()}
+            if charts:
+                self._sink.charts(charts)
+        except Exception:
+            logger.exception("arranging the charts of TensorBoard failed; training goes on without them")
+
+    def _run(self, optimizer: torch.optim.Optimizer) -> Suite | None:
         suite = self._suite(optimizer)
-        if suite.is_open and id(optimizer) in self._has_stepped:
-            suite.finish()  # one more step of this optimizer within a batch of manual optimization
-            self._has_stepped.discard(id(optimizer))
+        if suite is None:
+            return None
+        self.settle()  # one more step of this optimizer within a batch of manual optimization
         if not suite.is_open and (self._num_backwards or _has_gradients(optimizer)):
             plugin = self._trainer.precision_plugin
+            self._steps_at_run[self._number_of(optimizer)] = self._trainer.global_step
             suite.run(grad_scale=_scale_still_in(plugin, optimizer), is_scaled=_scaler_of(plugin) is not None)
         return suite
 
-    def _suite(self, optimizer: torch.optim.Optimizer) -> Suite:
-        trainer = self._trainer
-        number = next(number for number, candidate in enumerate(trainer.optimizers) if candidate is optimizer)
+    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
+        optimizers = enumerate(self._trainer.optimizers)
+        return next((number for number, candidate in optimizers if candidate is optimizer), -1)
+
+    def _suite(self, optimizer: torch.optim.Optimizer) -> Suite | None:
+        trainer, number = self._trainer, self._number_of(optimizer)
+        if number < 0:
+            if not self._has_warned_of_optimizer:
+                self._has_warned_of_optimizer = True
+                warn(
+                    f"an optimizer ({type(optimizer).__name__}) that configure_optimizers did not return is used: its "
+                    "gradients are not measured"
+                )
+            return None
         if number not in self._suites:
             module = trainer.lightning_module
             self._suites[number] = Suite(
@@ -151,26 +208,35 @@ class LightningDriver:
                 optimizer=optimizer,
                 sink=self._sink,
                 optimizer_index=number,
-                groups=getattr(module, "stabilizer_groups", None),
+                groups=_groups_of(trainer),
                 known_names=self._names,
             )
+        # Some strategies and callbacks make the optimizers anew within a fit.
+        self._suites[number].optimizer = optimizer
         return self._suites[number]
 
     def _clip(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Stands before the precision plugin's `clip_gradients`."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        is_automatic = self._trainer.lightning_module.automatic_optimization
-        suite = self._suite(inner) if is_automatic else self._run(inner)
+        module = self._trainer.lightning_module
+        suite = self._suite(inner) if module.automatic_optimization else self._run(inner)
         assert self._clip_gradients is not None
         self._clip_gradients(optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
-        if clip_val and clip_val > 0:
-            total = suite.total_norm() if gradient_clip_algorithm == "norm" else None
-            suite.after_clip(None if total is None else _clip_coefficient(total, clip_val))
+        if suite is not None and suite.is_open and clip_val and clip_val > 0:
+            # Hooks of the module's own may have changed the gradients before they came here.
+            hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
+            is_plain = gradient_clip_algorithm == "norm" and not any(_is_overridden(module, hook) for hook in hooks)
+            suite.after_clip(max_norm=float(clip_val) if is_plain else None)
 
 
-def _clip_coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies by."""
-    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+def _is_overridden(module: Any, hook: str) -> bool:
+    """Whether a LightningModule has a hook of its own (neither package is imported to ask)."""
+    owner = next((kind for kind in type(module).__mro__ if hook in vars(kind)), None)
+    return hook in vars(module) or (owner is not None and owner.__module__.split(".")[0] not in _PACKAGES)
+
+
+def _groups_of(trainer: Any) -> Any:
+    return getattr(trainer.lightning_module, "stabilizer_groups", None)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -215,13 +281,19 @@ def _is_disabled() -> bool:
 
 
 def _serve(callback: StabilizerCallback, trainer: Any, hook: str, *args: Any) -> None:
-    """Hand a hook to the driver, which the first of our callbacks keeps: it speaks for all."""
-    if callback is not next(other for other in trainer.callbacks if isinstance(other, StabilizerCallback)):
-        return
+    """Hand a hook to the driver of the trainer's fit."""
     if hook == "setup":
-        callback.driver = LightningDriver(trainer)
-    if callback.driver is not None and not callback.driver.is_closed:
-        getattr(callback.driver, hook)(*args)
+        listed = [other for other in trainer.callbacks if isinstance(other, StabilizerCallback)]
+        if args != ("fit",) or callback is not next(iter(listed), callback):
+            return
+        if callback.driver is not None:
+            callback.driver.train_end(after_exception=True)  # of a fit that never came to its end
+        LightningDriver(trainer, callback).setup()
+    elif callback.driver is not None and callback.driver.serves(callback, trainer):
+        if hook == "exception":
+            callback.driver.train_end(after_exception=True)
+        else:
+            getattr(callback.driver, hook)(*args)
 
 
 register_lightning(_serve)

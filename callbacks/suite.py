@@ -12,9 +12,10 @@ from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import AfterClip, Selection, StepContext
 from stabilizer.callbacks.missing import MissingGradients
-from stabilizer.errors import logger
+from stabilizer.errors import logger, warn
 from stabilizer.late import LateLog, Sink
 from stabilizer.parameters import ParameterIndex
+from stabilizer.parameters import _named_parameters as named_parameters
 from stabilizer.reduction import rank, world_size
 from stabilizer.store import GradientStore
 from stabilizer.tags import prefix
@@ -31,12 +32,12 @@ def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) 
         model: The model that will train.
 
     Returns:
-        Names of the parameters that train: at a step, some may be frozen for the moment.
+        Names of all parameters: some may be frozen for the moment.
 
     Raises:
         ValueError: Names the item and what there is.
     """
-    names = ParameterIndex(model).names
+    names = tuple(name for _, name in named_parameters(model))
     for callback in callbacks:
         callback.choose(names)
     return names
@@ -72,13 +73,17 @@ class Suite:
         self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
         self.late = LateLog(sink)
-        self._model, self._optimizer, self._groups = model, optimizer, groups
+        self.optimizer = optimizer
+        self._model, self._groups = model, groups
         self._optimizer_index, self._known_names = optimizer_index, known_names
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
         self._store: GradientStore | None = None
         self._parameters: list[Tensor] = []
         self._selections: list[Selection] = []
         self._contexts: list[StepContext] = []
+        self._grad_scale: Tensor | None = None
+        self._num_clips = 0
+        self._has_said_nothing = self._has_reported = False
         self.is_open = False
 
     def run(self, *, grad_scale: Tensor | None = None, is_scaled: bool = False) -> None:
@@ -91,34 +96,44 @@ class Suite:
         store = self._current_store()
         self._write(before=self.step)
         self.is_open, self._contexts = True, []
+        self._grad_scale, self._num_clips = grad_scale, 0
+        if store is None:
+            return
         is_due = world_size() > 1 and self._agreement.is_due(self.step)
-        if is_due and self._agreement.apply([type(callback).__name__ for callback in self.callbacks]):
+        if is_due and self._agreement.apply(self.callbacks):
             store.replan()
         if self._agreement.is_off:
             return
         self._agreement.request_replan(store.needs_replan)
         flags = self._agreement.flags(store.device)
         measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, compare=is_due)
-        if store.failure is not None:
-            self._report("measuring gradients", store.failure)
-            self._agreement.measuring_failed()
-            store.failure = None
         if is_due:
             self._agreement.note(measurement)
+        if store.failure is not None:
+            self._measuring_failed(store.failure)
+            return
         self._missing.see(measurement)
         self._contexts = [self._context(number, is_scaled) for number in range(len(self.callbacks))]
         self._each("on_gradients")
 
-    def after_clip(self, coefficient: Tensor | None) -> None:
-        """Tell what the host's own clip has left of the gradients.
+    def after_clip(self, *, max_norm: float | None) -> None:
+        """Tell that the host has clipped.
 
         Args:
-            coefficient: What all gradients were multiplied by, shape (); `None` if no one number says it: the gradients
-                are measured again.
+            max_norm: Its limit, if it clipped by the total norm and nothing else has touched the gradients since they
+                were measured; `None` if the gradients must be measured again.
         """
-        if self._store is None or not self._contexts:
+        self._num_clips += 1
+        if self._store is None or not any(callback.wants_after(self.step) for callback in self.callbacks):
             return
-        again = self._store.remeasure() if coefficient is None else None
+        total = self.total_norm() if self._num_clips == 1 else None
+        coefficient, again = None, None
+        if max_norm is None or total is None:
+            again = self._store.remeasure(grad_scale=self._grad_scale)
+        else:
+            # What `torch.nn.utils.clip_grad_norm_` multiplies by; it sees gradients with the scale still in them.
+            seen = total if self._grad_scale is None else total * self._grad_scale.to(total.device)
+            coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)
         for context in self._contexts:
             norms, total = context.store.norms, context.store.total_norm
             if again is not None:
@@ -143,24 +158,39 @@ class Suite:
             callback.advance(self._optimizer_index, self.step)
         self.step += 1
 
-    def close(self) -> None:
-        """End of the run: write everything that is on its way."""
-        self.finish()
-        self._each("on_run_end")
-        self.late.close_step(max(0, self.step - 1))
-        if self._store is not None:
-            self._missing.conclude()
-        self._write(wait=True)
-        for callback in self.callbacks:
-            callback.detach_view(self._optimizer_index)
+    def abandon(self) -> None:
+        """Forget the step at hand: the optimizer has not moved."""
+        self.is_open = False
+        self.late.forget()
 
-    def _current_store(self) -> GradientStore:
+    def close(self) -> None:
+        """End of the run: write everything that is on its way, and let go of the model."""
+        try:
+            if self._contexts:
+                self._each("on_run_end")
+                self.late.close_step(self._contexts[0].step)
+            if self._store is not None:
+                self._missing.conclude()
+            self._write(wait=True)
+        finally:
+            for callback in self.callbacks:
+                callback.detach_view(self._optimizer_index)
+
+    def _current_store(self) -> GradientStore | None:
         """The store, made anew when the optimizer's trainable parameters have changed (gradual unfreezing)."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         parameters: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
         is_same = len(parameters) == len(self._parameters) and all(
             new is old for new, old in zip(parameters, self._parameters, strict=True)
         )
+        if not parameters:
+            if not self._has_said_nothing:
+                self._has_said_nothing = True
+                warn(
+                    f"optimizer {self._optimizer_index} ({type(self.optimizer).__name__}) has no parameter that "
+                    "requires a gradient at its step: there is nothing to measure"
+                )
+            return None
         if self._store is None or not is_same:
             self._store, self._parameters = self._make_store(parameters), parameters
         return self._store
@@ -177,7 +207,8 @@ class Suite:
             num_flags=self._agreement.num_flags,
         )
         # A layer of another optimizer, or of another rank, may be asked for too: it is no mistake.
-        names = list(dict.fromkeys([*self._known_names, *ParameterIndex(self._model).names, *store.names]))
+        known = [*self._known_names, *(name for _, name in named_parameters(self._model))]
+        names = list(dict.fromkeys([*known, *store.names]))
         self._selections = []
         for callback in self.callbacks:
             view = store.view(callback.granularity, callback.norm_type)
@@ -197,13 +228,15 @@ class Suite:
             tag_prefix=prefix(callback.name, self._optimizer_index),
             optimizer_index=self._optimizer_index,
             is_scaled=is_scaled,
+            owner=number,
         )
 
     def _each(self, method: str) -> None:
         """Call a method of every callback that is on; none of them may end the run, unless it is strict."""
         for number, context in enumerate(self._contexts):
             callback = self.callbacks[number]
-            if self._agreement.is_disabled(number):
+            is_gated = callback.is_gated and method != "on_run_end" and context.step % callback.every_n_steps
+            if callback.has_failed or is_gated:
                 continue
             try:
                 hook: Callable[[StepContext], None] = getattr(callback, method)
@@ -211,8 +244,22 @@ class Suite:
             except Exception as error:
                 if callback.strict:
                     raise
-                self._report(f"{type(callback).__name__}.{method}", error)
-                self._agreement.fail(number)
+                self._callback_failed(number, method, error)
+
+    def _callback_failed(self, number: int, what: str, error: Exception) -> None:
+        callback = self.callbacks[number]
+        if not callback.has_failed:
+            self._report(f"{type(callback).__name__}.{what}", error)
+        callback.has_failed = True
+        self._agreement.fail(number)
+
+    def _measuring_failed(self, error: Exception) -> None:
+        if any(callback.strict for callback in self.callbacks):
+            raise error
+        if not self._has_reported:
+            self._has_reported = True
+            self._report("measuring gradients", error)
+        self._agreement.measuring_failed()
 
     def _write(self, *, before: int | None = None, wait: bool = False) -> None:
         try:
@@ -222,6 +269,11 @@ class Suite:
                 raise
             self._report("writing to the loggers", error)
             self.late.stop()
+        failures, self.late.failures = self.late.failures, []
+        for number, failure in failures:
+            if self.callbacks[number].strict:
+                raise failure
+            self._callback_failed(number, "later", failure)
 
     def _report(self, what: str, error: Exception) -> None:
         logger.error(

@@ -20,8 +20,15 @@ def warn(message: str) -> None:
     Args:
         message: The condition, the value and the way out.
     """
-    from stabilizer.reduction import rank
+    from stabilizer.reduction import rank, world_size
 
-    if rank() == 0:
+    if rank() != 0:
+        return
+    try:
         # The caller's line says nothing to a user: every warning names what it is about.
         warnings.warn(message, StabilizerWarning, stacklevel=3)
+    except StabilizerWarning:
+        if world_size() == 1:
+            raise
+        # Where warnings are errors, one rank would leave while the others wait for it in a collective.
+        logger.error(message)

@@ -43,9 +43,10 @@ class HostCopy:
             self._copy, self._event = tensor.clone(), None
         else:
             # The destination of a copy that does not block is pinned memory, which torch keeps for the next one.
+            module = torch.get_device_module(tensor.device)
             self._copy = tensor.to("cpu", non_blocking=True)
-            self._event = torch.get_device_module(tensor.device).Event()
-            self._event.record()
+            self._event = module.Event()
+            self._event.record(module.current_stream(tensor.device))
 
     @property
     def is_ready(self) -> bool:
@@ -67,6 +68,7 @@ class _Part:
     tags: Sequence[str]
     then: Callable[[int, Tensor], None] | None
     show: bool
+    owner: int
 
 
 @dataclasses.dataclass
@@ -81,6 +83,9 @@ class LateLog:
 
     Args:
         sink: The host's loggers.
+
+    Attributes:
+        failures: Exceptions of functions that took values late, and whose they were; the reader empties it.
 
     Example:
         >>> class Print:
@@ -97,6 +102,7 @@ class LateLog:
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
+        self.failures: list[tuple[int, Exception]] = []
         self._is_on = sink.is_logging
         self._parts: list[_Part] = []
         self._values: list[Tensor] = []
@@ -109,6 +115,7 @@ class LateLog:
         tags: Sequence[str] = (),
         then: Callable[[int, Tensor], None] | None = None,
         show: bool = False,
+        owner: int = -1,
     ) -> None:
         """Take values of the current step.
 
@@ -117,6 +124,7 @@ class LateLog:
             tags: One name a number, to log them; empty for values that only `then` reads.
             then: Called late, where the loggers are, with the step and the values (flat, float32, on the CPU).
             show: Show the numbers on the progress bar too.
+            owner: Number of the callback that `then` belongs to.
 
         Raises:
             ValueError: If there are more or fewer tags than numbers.
@@ -126,8 +134,12 @@ class LateLog:
         tensor = torch.as_tensor(values).detach().reshape(-1).to(torch.float32)
         if tags and tensor.numel() != len(tags):
             raise ValueError(f"{len(tags)} tags for {tensor.numel()} values: {list(tags)[:3]}")
-        self._parts.append(_Part(tensor.numel(), tags, then, show))
+        self._parts.append(_Part(tensor.numel(), tags, then, show, owner))
         self._values.append(tensor)
+
+    def forget(self) -> None:
+        """Drop what was taken for a step that did not happen."""
+        self._parts, self._values = [], []
 
     def stop(self) -> None:
         """Write nothing any more."""
@@ -173,5 +185,10 @@ class LateLog:
         if scalars:
             self.sink.scalars(scalars, row.step)
         for part, piece in zip(row.parts, pieces, strict=True):
-            if part.then is not None:
+            if part.then is None:
+                continue
+            try:
                 part.then(row.step, piece)
+            except Exception as error:
+                # The fault of one callback; the rows of the others go on.
+                self.failures.append((part.owner, error))

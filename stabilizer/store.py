@@ -139,10 +139,17 @@ class GradientStore:
         """Agree anew on which gradients are Partial sums: a collective, after a backward pass."""
         self._measurer.replan()
 
-    def remeasure(self) -> Measurement:
-        """Measure once more within the step (after a clip); the views keep the first measurement."""
+    def remeasure(self, *, grad_scale: Tensor | None = None) -> Measurement:
+        """Measure once more within the step, after a clip: one more pass, and one more collective.
+
+        Args:
+            grad_scale: As of `measure`.
+
+        Returns:
+            The measurement; the views keep the first one.
+        """
         step = 0 if self.current is None else self.current.step
-        return self._measurer.measure(step, grad_scale=None, flags=None, compare=False)
+        return self._measurer.measure(step, grad_scale=grad_scale, flags=None, compare=False)
 
 
 class GradientNorms(NamedTuple):

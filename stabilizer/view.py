@@ -135,12 +135,16 @@ class LayerView:
             The steps, ascending, and their norms, shape (steps, layers + 1), on the device; the last column is the
             total.
         """
-        size, newest = len(self.ring_steps), max(self.ring_steps)
-        count = min(sum(step >= 0 for step in self.ring_steps), size if limit is None else limit)
-        # Steps follow one another, so they are one or two slices; an index tensor would be copied from the host.
-        first = (newest + 1 - count) % size
-        rows = torch.cat([self.ring[first : first + count], self.ring[: max(0, first + count - size)]])
-        return list(range(newest + 1 - count, newest + 1)), rows
+        size = len(self.ring_steps)
+        steps = sorted(step for step in self.ring_steps if step >= 0)
+        steps = steps if limit is None else steps[-limit:]
+        if steps and steps[-1] - steps[0] + 1 == len(steps):
+            # Steps that follow one another are one or two slices; an index tensor would be copied from the host.
+            first = steps[0] % size
+            end = first + len(steps)
+            return steps, torch.cat([self.ring[first:end], self.ring[: max(0, end - size)]])
+        rows = [self.ring[step % size] for step in steps]
+        return steps, torch.stack(rows) if rows else self.ring[:0]
 
     def restore(self, steps: Sequence[int], rows: Tensor, layer_names: Sequence[str]) -> None:
         """Fill the ring from a checkpoint.
@@ -148,10 +152,10 @@ class LayerView:
         Args:
             steps: Step of every row.
             rows: Shape (steps, layers + 1), the last column is the total.
-            layer_names: Of the columns; columns of layers that are no more are dropped, new layers get zeros.
+            layer_names: Of the columns; columns of layers that are no more are dropped, new layers get NaN.
         """
         columns = {name: column for column, name in enumerate(layer_names)}
-        padded = torch.cat([rows, rows.new_zeros(len(steps), 1)], dim=1)
+        padded = torch.cat([rows, rows.new_full((len(steps), 1), torch.nan)], dim=1)
         order = [columns.get(name, len(columns) + 1) for name in self.layer_names] + [len(columns)]
         values = padded[:, order].to(self.ring.device)
         for step, row in list(zip(steps, values, strict=True))[-len(self.ring_steps) :]:

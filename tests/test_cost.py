@@ -120,8 +120,8 @@ def test_the_host_never_waits_for_the_device() -> None:
         suite = _fake_suite(list(everything))
         for step in range(1, 12):
             suite.run(grad_scale=torch.full((), 2.0, device="cuda"), is_scaled=step % 2 == 0)
-            suite.after_clip(torch.full((), 0.5, device="cuda"))
-            suite.after_clip(None)
+            suite.after_clip(max_norm=0.5)
+            suite.after_clip(max_norm=None)
             suite.finish()
         assert suite.step == 12
         norm = suite._contexts[0].store.total_norm
