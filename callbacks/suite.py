@@ -14,8 +14,7 @@ from stabilizer.callbacks.context import AfterClip, Selection, StepContext
 from stabilizer.callbacks.missing import MissingGradients
 from stabilizer.errors import logger, warn
 from stabilizer.late import LateLog, Sink
-from stabilizer.parameters import ParameterIndex
-from stabilizer.parameters import _named_parameters as named_parameters
+from stabilizer.parameters import ParameterIndex, named_parameters
 from stabilizer.reduction import rank, world_size
 from stabilizer.store import GradientStore
 from stabilizer.tags import prefix

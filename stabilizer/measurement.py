@@ -108,6 +108,9 @@ class Measurer:
         self._zeros = torch.zeros(num_units, dtype=self._dtype, device=self._device)
         self._no_flags = torch.zeros(num_flags, dtype=self._dtype, device=self._device)
         self._positions, self._num_parameters = positions, num_parameters
+        #: In the order of all ranks' parameters: what is compared stands at the same place on every rank.
+        self._whole_positions = sorted(index.whole_positions, key=positions.__getitem__)
+        self._said_unsupported: set[int] = set()
         self._placements = [index.placements(position, None) for position in range(len(index))]
         self._weights = self._weight_vector()
         self.replan()
@@ -119,6 +122,15 @@ class Measurer:
         )
         self._unplanned: list[int] = []
         self.needs_replan = False
+        new = [overall for overall in self._partial.unsupported if overall not in self._said_unsupported]
+        if new:
+            self._said_unsupported.update(new)
+            names = [self._index.overall_names[overall] for overall in new]
+            warn(
+                f"the gradients of {names[:5]} ({len(names)} in all) are Partial over a mesh axis, neither as a sum "
+                "nor as an average (such as Partial('max')): they have no norm and are left out. Redistribute them "
+                "before the optimizer step."
+            )
 
     def measure(self, step: int, *, grad_scale: Tensor | None, flags: Tensor | None, compare: bool) -> Measurement:
         """See `GradientStore.measure`."""
@@ -149,12 +161,13 @@ class Measurer:
 
     def _guarded(self, function: Callable[..., _Statistics], tensors: Sequence[Tensor | None]) -> _Statistics:
         try:
-            return function(tensors)
+            if self.failure is None:
+                return function(tensors)
         except Exception as error:
-            # The other ranks wait in the collective: take part, with numbers that nobody takes for a measurement.
             self.failure = error
-            missing = torch.full_like(self._zeros, torch.nan)
-            return _Statistics(missing, torch.full_like(missing, torch.inf), missing)
+        # The other ranks wait in the collective: take part, with numbers that nobody takes for a measurement.
+        missing = torch.full_like(self._zeros, torch.nan)
+        return _Statistics(missing, torch.full_like(missing, torch.inf), missing)
 
     def _quiet_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
         squares, maxima = self._zeros, self._zeros
@@ -179,8 +192,18 @@ class Measurer:
         """What must be equal on all ranks: statistics of gradients that every rank holds whole."""
         if self._index.is_replicated:
             return local.squares + local.maxima
-        whole = [tensors[position] for position in self._index.whole_positions]
-        return norms(whole, device=self._device).to(self._dtype) if whole else None
+        if not self._whole_positions:
+            return None
+        try:
+            if self.failure is None:
+                return self._compared_norms(tensors)
+        except Exception as error:
+            self.failure = error
+        return torch.full((len(self._whole_positions),), torch.nan, dtype=self._dtype, device=self._device)
+
+    def _compared_norms(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        whole = [tensors[position] for position in self._whole_positions]
+        return norms(whole, device=self._device).to(self._dtype)
 
     def _reduce(
         self, local: _Statistics, flags: Tensor, is_exact: bool, compared: Tensor | None
@@ -213,6 +236,17 @@ class Measurer:
         return self._device.type == "cpu" and not bool(torch.isfinite(total.squares + total.maxima).all())
 
     def _local_tensors(self) -> list[Tensor | None]:
+        tensors: list[Tensor | None]
+        try:
+            tensors = self._own_tensors()
+        except Exception as error:
+            self.failure = error
+            tensors = [None] * len(self._index)
+        tensors = self._partial.add_up(tensors, self._placements)
+        self.failure = self.failure or self._partial.failure
+        return tensors
+
+    def _own_tensors(self) -> list[Tensor | None]:
         index = self._index
         gradients = index.gradients()
         changed = False
@@ -229,9 +263,9 @@ class Measurer:
             self._weights = self._weight_vector()
             self._find_unplanned()
         tensors = [None if gradient is None else index.local(gradient) for gradient in gradients]
-        for position in self._unplanned:
+        for position in (*self._unplanned, *self._partial.left_out):
             tensors[position] = None
-        return self._partial.add_up(tensors, self._placements)
+        return tensors
 
     def _find_unplanned(self) -> None:
         self._unplanned = self._partial.missing(self._placements)

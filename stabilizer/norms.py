@@ -55,7 +55,7 @@ def largest(tensors: Sequence[Tensor | None], *, device: torch.device) -> Tensor
         >>> largest([torch.tensor([3.0, -4.0]), torch.empty(0), torch.tensor(float("nan"))], device=torch.device("cpu"))
         tensor([4., 0., inf])
     """
-    return _map(tensors, _max_abs, device).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    return _map(tensors, _max_abs, device, real=torch.abs).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 @torch.no_grad()
@@ -78,6 +78,7 @@ def count_nonfinite(tensors: Sequence[Tensor | None], *, device: torch.device) -
         lambda group: [(~torch.isfinite(tensor)).sum().to(torch.float64) for tensor in group],
         device,
         dtype=torch.float64,
+        real=torch.abs,
     )
 
 
@@ -110,14 +111,20 @@ def _map(
     device: torch.device,
     *,
     dtype: torch.dtype = torch.float32,
+    real: Callable[[Tensor], Tensor] = lambda tensor: torch.view_as_real(tensor.resolve_conj()),
 ) -> Tensor:
-    """Apply `function` to the tensors that have elements, a group at a time (one device, one dtype)."""
+    """Apply `function` to the tensors that have elements, a group at a time (one device, one dtype).
+
+    `real` makes a complex tensor real: its parts for sums of squares, its absolute values for what looks at elements.
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     dense: list[Tensor | None] = []
     for position, tensor in enumerate(tensors):
         if tensor is not None and tensor.layout != torch.strided:
             # Repeated rows of a sparse embedding gradient count with their sum; nothing is made dense.
             tensor = tensor.coalesce().values()
+        if tensor is not None and tensor.is_complex():
+            tensor = real(tensor)
         dense.append(tensor)
         if tensor is not None and tensor.numel():
             groups.setdefault((tensor.device, tensor.dtype), []).append(position)
@@ -126,7 +133,8 @@ def _map(
         group = [tensor for position in positions if (tensor := dense[position]) is not None]
         values = function(group)
         if group_device != device:
-            values = torch.stack(list(values)).to(device, non_blocking=True).unbind()
+            # Only a copy to a device waits for itself: the host would read before one from a device is done.
+            values = torch.stack(list(values)).to(device, non_blocking=device.type != "cpu").unbind()
         for position, value in zip(positions, values, strict=True):
             results[position] = value
     return torch.stack(results) if results else torch.zeros(0, dtype=dtype, device=device)

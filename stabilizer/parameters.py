@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from stabilizer.fsdp import check_shards, dtensor_class, fsdp1_shard_sizes, reshard
 from stabilizer.names import clean_name
-from stabilizer.reduction import Reducer, world_size
+from stabilizer.reduction import Agreement, Entry, Reducer, agree, world_size
 
-__all__ = ["ParameterIndex"]
+__all__ = ["ParameterIndex", "named_parameters"]
 
 
 class ParameterIndex:
@@ -48,11 +47,12 @@ class ParameterIndex:
         groups: Mapping[str, Any] | None = None,
     ) -> None:
         wanted = None if parameters is None else list(parameters)
-        if isinstance(model, Tensor):
-            model = [model]
-        if not isinstance(model, nn.Module):
-            model = nn.ParameterList(list(model))
-        named = dict(_named_parameters(model))
+        if isinstance(model, nn.Module):
+            reshard(model)
+            named = dict(named_parameters(model))
+            check_shards(model, named, wanted or ())
+        else:
+            named = _numbered([model] if isinstance(model, Tensor) else model)
         if wanted is None:
             wanted = list(named)
         self.parameters: tuple[Tensor, ...] = tuple(_unique(p for p in wanted if p.requires_grad))
@@ -67,9 +67,11 @@ class ParameterIndex:
         self.names: tuple[str, ...] = tuple(
             named.get(parameter, f"optimizer.parameter_{number}") for number, parameter in enumerate(self.parameters)
         )
-        self.group_sizes, self._group_patterns = _group_sizes(self.names, groups or {})
-        self._fsdp1_shards = _fsdp1_shard_sizes(model)
-        self._dtensor = _dtensor_class()
+        self._groups, self._group_patterns = _groups_of(self.names, groups or {})
+        self.group_sizes = {position: len(ranks) for position, ranks in self._groups.items()}
+        self._fsdp1_shards = fsdp1_shard_sizes(model) if isinstance(model, nn.Module) else {}
+        self._agreement: Agreement | None = None
+        self._dtensor = dtensor_class()
         self.dtensor_positions = frozenset(
             position for position, p in enumerate(self.parameters) if self._is_dtensor(p)
         )
@@ -97,8 +99,18 @@ class ParameterIndex:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole of every gradient (one process, plain DDP): norms need no reduction."""
+        """Whether every rank holds the whole of every gradient (one process, plain DDP): norms need no reduction.
+
+        The same on all ranks once `all_names` was called: a rank without experts has the collectives of those with.
+        """
+        if self._agreement is not None:
+            return self._agreement.is_replicated
         return not self.dtensor_positions and not self._fsdp1_shards and not self.group_sizes
+
+    @property
+    def overall_names(self) -> tuple[str, ...]:
+        """Names of the parameters of all ranks once `all_names` was called, the own ones before."""
+        return self.names if self._agreement is None else self._agreement.names
 
     def gradients(self) -> list[Tensor | None]:
         """The gradient of every parameter as the model has it now (a DTensor where it is one)."""
@@ -143,13 +155,16 @@ class ParameterIndex:
             1 / (number of ranks that hold the same elements).
         """
         parameter = self.parameters[position]
-        pieces = self._fsdp1_shards.get(parameter, 1) * self.group_sizes.get(position, 1)
+        pieces = self._fsdp1_shards.get(parameter, 1)
         if placements:
             sizes = parameter.device_mesh.shape  # type: ignore[attr-defined]
             for placement, size in zip(placements, sizes, strict=True):
                 # Not `is_shard()`: FSDP2 over TP shards with a class of its own that does not answer to it.
                 pieces *= 1 if placement.is_replicate() or placement.is_partial() else size
-        return min(1.0, pieces / world_size())
+        copies = world_size() / self.group_sizes.get(position, 1)
+        if self._agreement is not None:
+            copies = self._agreement.copies.get(self.names[position], copies)
+        return min(1.0, pieces / copies)
 
     def mesh_ranks(self, position: int, axis: int) -> list[int]:
         """The ranks of this rank's slice of one mesh axis.
@@ -163,6 +178,15 @@ class ParameterIndex:
         """
         mesh = self.parameters[position].device_mesh  # type: ignore[attr-defined]
         return torch.distributed.get_process_group_ranks(mesh.get_group(axis))
+
+    def is_held(self, position: int) -> bool:
+        """Whether this rank takes part in a parameter: not if it is outside of the mesh of a DTensor.
+
+        Args:
+            position: Of the parameter.
+        """
+        parameter: Any = self.parameters[position]
+        return not self._is_dtensor(parameter) or parameter.device_mesh.get_coordinate() is not None
 
     def owns_elements(self, position: int) -> bool:
         """Whether this rank holds any element of a parameter (so that a missing gradient means something).
@@ -185,25 +209,20 @@ class ParameterIndex:
         Raises:
             ValueError: If ranks hold different parameters and `groups` does not name them; on every rank alike.
         """
-        self._check_groups(reducer)
-        if reducer.world_size == 1:
-            return self.names
-        own = [(name, *self._layout(number), self.group_sizes.get(number, 0)) for number, name in enumerate(self.names)]
-        digest = int.from_bytes(hashlib.sha256(repr(own).encode()).digest()[:6], "big")
-        both = reducer.maximum(torch.tensor([digest, -digest], dtype=torch.float64, device=reducer.device))
-        if both[0].item() == -both[1].item():
-            return self.names
-        return _union(reducer.objects(own))
-
-    def _check_groups(self, reducer: Reducer) -> None:
-        if self._group_patterns:
-            found = torch.tensor([float(found) for found in self._group_patterns.values()], device=reducer.device)
-            for pattern, is_found in zip(self._group_patterns, reducer.maximum(found).tolist(), strict=True):
-                if not is_found:
-                    raise ValueError(
-                        f"groups: {pattern!r} is found in no parameter's name on any rank; names here: "
-                        f"{list(self.names[:5])}"
-                    )
+        own = [
+            Entry(
+                name,
+                self._layout(position),
+                self.group_sizes.get(position, 0),
+                self.is_held(position),
+                self._groups.get(position, ()),
+            )
+            for position, name in enumerate(self.names)
+        ]
+        # Anew at every call: only what this rank sees may enter.
+        self._agreement = None
+        self._agreement = agree(own, reducer=reducer, is_replicated=self.is_replicated, patterns=self._group_patterns)
+        return self._agreement.names
 
     def _layout(self, position: int) -> tuple[Any, ...]:
         """What must be equal on all ranks: the global shape and the placements."""
@@ -224,8 +243,15 @@ def _unique(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             yield parameter
 
 
-def _named_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Parameters with their clean names; a tied one under the name it has first."""
+def named_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """Parameters with their clean names; a tied one under the name it has first.
+
+    Args:
+        model: Wrapped or not.
+
+    Yields:
+        Parameter and name, in the model's order.
+    """
     # DDP and DataParallel keep the model in an attribute `module`, a name that a model of its own may use as well.
     wrappers = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
     prefixes = [f"{path}." if path else "" for path, module in model.named_modules() if isinstance(module, wrappers)]
@@ -236,59 +262,37 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         yield parameter, clean_name(name)
 
 
-def _group_sizes(names: Sequence[str], groups: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, bool]]:
-    """Size of the group of every parameter that has one, and whether each expression was found on this rank."""
-    sizes: dict[int, int] = {}
-    is_found: dict[str, bool] = {}
+def _numbered(parameters: Iterable[Tensor]) -> dict[Tensor, str]:
+    """Parameters as they were given (a module would wrap plain tensors anew), named by their position."""
+    named: dict[Tensor, str] = {}
+    for number, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            raise ValueError(
+                f"parameters: element {number} is a {type(parameter).__name__}, no tensor; pass the model, or "
+                "model.parameters()"
+            )
+        named.setdefault(parameter, str(number))
+    return named
+
+
+def _groups_of(
+    names: Sequence[str], groups: Mapping[str, Any]
+) -> tuple[dict[int, tuple[int, ...]], dict[str, str | None]]:
+    """Ranks of the group of every parameter that has one, and what each expression found (see `agree`)."""
+    ranks: dict[int, tuple[int, ...]] = {}
+    patterns: dict[str, str | None] = {}
     for pattern, group in groups.items():
         try:
             found = [position for position, name in enumerate(names) if re.search(pattern, name)]
         except re.error as error:
             raise ValueError(f"groups: {pattern!r} is no regular expression ({error})") from None
-        sizes.update(dict.fromkeys(found, torch.distributed.get_world_size(group)))
-        is_found[pattern] = bool(found)
-    return sizes, is_found
-
-
-def _dtensor_class() -> type | None:
-    # A DTensor can only exist where its module was imported; importing it ourselves costs half a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return None if module is None else module.DTensor
-
-
-def _fsdp1_shard_sizes(model: nn.Module) -> dict[Tensor, int]:
-    """Number of pieces that FSDP1 cuts each parameter's flat gradient into; nothing for unsharded units."""
-    module = sys.modules.get("torch.distributed.fsdp")
-    if module is None:
-        return {}
-    fsdp, strategy = module.FullyShardedDataParallel, module.ShardingStrategy
-    sizes: dict[Tensor, int] = {}
-    # Outer units come first, so that the innermost unit that holds a parameter has the last word.
-    for unit in fsdp.fsdp_modules(model):
-        pieces = 1 if unit.sharding_strategy == strategy.NO_SHARD else unit.process_group.size()
-        ignored: set[Tensor] = getattr(unit, "_ignored_params", set())
-        sizes.update({parameter: pieces for parameter in unit.parameters() if parameter not in ignored})
-        for parameter in ignored:
-            sizes.pop(parameter, None)
-    return sizes
-
-
-def _union(rows: Sequence[Sequence[tuple[Any, ...]]]) -> tuple[str, ...]:
-    names: dict[str, Any] = {}
-    for row in rows:
-        for name, *layout, group_size in row:
-            if names.setdefault(name, (layout, group_size)) != (layout, group_size):
-                _refuse(name, rows)
-    for name, (_, group_size) in names.items():
-        if not group_size and any(name not in {entry[0] for entry in row} for row in rows):
-            _refuse(name, rows)
-    return tuple(names)
-
-
-def _refuse(name: str, rows: Sequence[Sequence[tuple[Any, ...]]]) -> None:
-    holders = [number for number, row in enumerate(rows) if any(entry[0] == name for entry in row)]
-    raise ValueError(
-        f"parameter {name!r} is not the same on all {len(rows)} ranks (held by ranks {holders[:8]}; its shape, "
-        "placement or group may differ). Parameters that live on some ranks only (pipeline stages, experts) need "
-        "groups={pattern: process_group}, the group over which their elements are split."
-    )
+        patterns[pattern] = names[found[0]] if found else None
+        if not found:
+            continue
+        if torch.distributed.get_world_size(group) < 1:
+            # Said by `all_names`, on all ranks together: here it would leave the others waiting.
+            patterns[pattern] = f"({names[found[0]]})"
+            continue
+        members = torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)
+        ranks.update(dict.fromkeys(found, tuple(members)))
+    return ranks, patterns

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Reducer", "accumulation_dtype", "collective_device", "rank", "world_size"]
+__all__ = ["Agreement", "Entry", "Reducer", "accumulation_dtype", "agree", "collective_device", "rank", "world_size"]
 
 # (default group, our group): the default group is the key, since it is replaced when a program initializes it anew.
 _own_group: tuple[Any, Any] | None = None
@@ -140,6 +141,66 @@ class Reducer:
         return values
 
 
+class Entry(NamedTuple):
+    """What a rank tells the others of one of its parameters; `group` are the ranks that split its elements, if any."""
+
+    name: str
+    layout: tuple[Any, ...]
+    group_size: int
+    is_held: bool
+    group: tuple[int, ...]
+
+
+class Agreement(NamedTuple):
+    """What all ranks know alike.
+
+    Attributes:
+        names: Of the parameters of all ranks, in one order.
+        is_replicated: Whether every rank holds the whole of every gradient.
+        copies: How many ranks (of a parameter with a group: how many groups) hold each parameter; none where the usual
+            number holds, which is that of all.
+    """
+
+    names: tuple[str, ...]
+    is_replicated: bool
+    copies: Mapping[str, int]
+
+
+def agree(
+    own: Sequence[Entry], *, reducer: Reducer, is_replicated: bool, patterns: Mapping[str, str | None]
+) -> Agreement:
+    """Compare the parameters of all ranks: one small collective where they are the same everywhere.
+
+    Args:
+        own: This rank's parameters.
+        reducer: Reaches the other ranks; every rank calls this at the same place.
+        is_replicated: Whether this rank holds the whole of all its gradients and knows of no other rank's piece.
+        patterns: Expressions of `groups`, each with the parameter that this rank found by it: `None` if there is none,
+            in parentheses if the rank is no member of the group.
+
+    Raises:
+        ValueError: If ranks hold different parameters that no group announces, or a group cannot be; everywhere alike.
+    """
+    names = tuple(entry.name for entry in own)
+    if reducer.world_size == 1:
+        _check_patterns([patterns], names)
+        return Agreement(names, is_replicated, {})
+    # Not the group itself: replicas of a group of experts have groups of their own, of the same size.
+    text = repr(([entry[:4] for entry in own], list(patterns.items())))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    numbers = [float(digest), -float(digest), float(not is_replicated)]
+    highest, negative_lowest, any_sharded = reducer.maximum(
+        torch.tensor(numbers, dtype=torch.float64, device=reducer.device)
+    ).tolist()
+    if highest == -negative_lowest:
+        _check_patterns([patterns], names)
+        return Agreement(names, not any_sharded, {})
+    all_ranks = reducer.objects((list(own), dict(patterns)))
+    rows: list[list[Entry]] = [row for row, _ in all_ranks]
+    _check_patterns([found for _, found in all_ranks], [entry.name for row in rows for entry in row])
+    return Agreement(_union(rows), not any_sharded, _copies(rows))
+
+
 def sum_over_(vector: Tensor, ranks: Sequence[int]) -> Tensor:
     """Sum a vector over some ranks, in place.
 
@@ -168,3 +229,52 @@ def _group_of_our_own() -> Any:
         _own_group = (world, dist.new_group())
         _own_subgroups.clear()
     return _own_group[1]
+
+
+def _check_patterns(ranks: Sequence[Mapping[str, str | None]], names: Sequence[str]) -> None:
+    for pattern in dict.fromkeys(pattern for patterns in ranks for pattern in patterns):
+        found = [patterns.get(pattern) for patterns in ranks]
+        for number, name in enumerate(found):
+            if name is not None and name.startswith("("):
+                raise ValueError(
+                    f"groups: {pattern!r}: rank {number} holds {name[1:-1]!r} but is no member of the group that it "
+                    "was given (the group has no size here). Give every rank the group that it belongs to."
+                )
+        if not any(found):
+            raise ValueError(
+                f"groups: {pattern!r} is found in no parameter's name on any rank; names here: {list(names[:5])}"
+            )
+
+
+def _union(rows: Sequence[Sequence[Entry]]) -> tuple[str, ...]:
+    names: dict[str, tuple[Any, int]] = {}
+    holders: dict[str, int] = {}
+    for row in rows:
+        for entry in row:
+            layout = (entry.layout, entry.group_size)
+            if names.setdefault(entry.name, layout) != layout:
+                _refuse(entry.name, rows)
+            holders[entry.name] = holders.get(entry.name, 0) + 1
+    for name, (_, group_size) in names.items():
+        if not group_size and holders[name] < len(rows):
+            _refuse(name, rows)
+    return tuple(names)
+
+
+def _copies(rows: Sequence[Sequence[Entry]]) -> dict[str, int]:
+    """Members of one group hold different elements, ranks without a group the same ones (or a DTensor says which)."""
+    holders: dict[str, set[Any]] = {}
+    for number, row in enumerate(rows):
+        for entry in row:
+            if entry.is_held:
+                holders.setdefault(entry.name, set()).add(entry.group or number)
+    return {name: len(found) for name, found in holders.items()}
+
+
+def _refuse(name: str, rows: Sequence[Sequence[Entry]]) -> None:
+    holders = [number for number, row in enumerate(rows) if any(entry.name == name for entry in row)]
+    raise ValueError(
+        f"parameter {name!r} is not the same on all {len(rows)} ranks (held by ranks {holders[:8]}; its shape, "
+        "placement or group may differ). Parameters that live on some ranks only (pipeline stages, experts) need "
+        "groups={pattern: process_group}, the group over which their elements are split."
+    )

@@ -99,6 +99,8 @@ def backward(model: nn.Module, strategy: str, data_rank: int, *, num_micro_batch
     if strategy == "ddp_tp":
         group = sharding.mesh_2d(2, 2)["data"].get_group()
         for parameter in model.parameters():
+            if parameter.grad is None:
+                continue
             local = getattr(parameter.grad, "_local_tensor", parameter.grad)
             torch.distributed.all_reduce(local, group=group)
             local.div_(2)
