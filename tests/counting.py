@@ -189,7 +189,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     with (
         device_guard(),
         mock.patch("torch.cuda.Event", Event),
-        mock.patch("torch.cuda.current_stream", lambda *_: None),
+        mock.patch("torch.cuda.current_stream", return_value=None),
         mock.patch("torch.cuda.synchronize", refuse_to_wait),
         fake,
         _Watch(_raise_if_waits, real_reads=True),

@@ -19,7 +19,7 @@ from stabilizer import GradientStore, ParameterIndex, gradient_norms
 from stabilizer.reduction import collective_device
 from tests import reference
 from tests.counting import count_collectives
-from tests.field_reports.helpers import TOLERANCE, covers, norm_logger, remembered
+from tests.field_reports.helpers import TOLERANCE, covers, norm_logger, our_warnings, remembered
 from tests.launcher import run_distributed
 from tests.lightning_models import make_trainer
 from tests.lightning_variants import Plain
@@ -158,8 +158,6 @@ def sharded_experts(rank: int, world_size: int, is_same_name: bool, with_groups:
 
 
 def unannounced_experts(rank: int, world_size: int) -> list[str]:
-    from tests.field_reports.helpers import our_warnings
-
     model = Experts(rank, is_same_name=True)
     fully_shard(model, mesh=mesh_1d(), ignored_params=set(model.experts.parameters()))
     model(rank).backward()
@@ -206,8 +204,6 @@ class ExpertModule(Plain):
 
 
 def fit_experts(rank: int, world_size: int, with_groups: bool) -> dict[str, Any]:
-    from tests.field_reports.helpers import our_warnings
-
     callback = norm_logger()
     module: pl.LightningModule = ExpertModule(rank, with_groups=with_groups)
     with our_warnings() as messages:
