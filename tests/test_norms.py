@@ -93,3 +93,18 @@ def test_segments_keep_nan_apart_and_add_in_order() -> None:
     values = torch.tensor([1.0, torch.nan, 2.0, 3.0])
     assert segments.sum(values).nan_to_num(-1).tolist() == [-1, 0, 3, 0]
     assert segments.max(torch.tensor([1.0, 5.0, 2.0, 3.0])).tolist() == [5, 0, 2, 0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+def test_measuring_changes_no_bit_when_a_norm_is_not_finite(value: float) -> None:
+    from stabilizer import GradientStore, ParameterIndex
+
+    parameters = [torch.nn.Parameter(torch.zeros(3000)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(3000)
+    parameters[1].grad[7:9] = value
+    before = [parameter.grad.clone().view(torch.int32) for parameter in parameters]
+    store = GradientStore(ParameterIndex(parameters), norm_types=(2, "inf"), max_abs_every_n_steps=1)
+    store.measure(step=0)
+    assert not torch.isfinite(store.view("block").norms).all() or value == 3e38
+    assert all(torch.equal(b, p.grad.view(torch.int32)) for b, p in zip(before, parameters, strict=True))
