@@ -58,8 +58,8 @@ class LightningSink:
             experiment.add_custom_scalars(layout)
 
     def _experiments(self, method: str) -> list[Any]:
-        candidates = [getattr(writer, "experiment", None) for writer in self._trainer.loggers]
-        return [experiment for experiment in candidates if hasattr(experiment, method)]
+        experiments = (getattr(writer, "experiment", None) for writer in self._trainer.loggers)
+        return [experiment for experiment in experiments if hasattr(experiment, method)]
 
 
 class LightningDriver:
@@ -107,16 +107,14 @@ class LightningDriver:
 
     def fit_start(self) -> None:
         """Check what can be checked before the first step, and arrange the charts."""
-        trainer = self._trainer
-        _refuse_optimizers(trainer.optimizers)
-        if _groups_of(trainer) is None:
-            self._names = check_selections(self.callbacks, trainer.lightning_module)
+        _refuse_optimizers(self._trainer.optimizers)
+        if _groups_of(self._trainer) is None:
+            self._names = check_selections(self.callbacks, self._trainer.lightning_module)
         self._arrange_charts()
         # In manual optimization a user clips before the optimizer step, and so before Lightning calls us: whoever clips
         # through Lightning passes here, and the raw gradients are measured first.
-        plugin = trainer.precision_plugin
-        self._clip_gradients = plugin.clip_gradients
-        plugin.clip_gradients = self._clip
+        plugin = self._trainer.precision_plugin
+        self._clip_gradients, plugin.clip_gradients = plugin.clip_gradients, self._clip
 
     def before_backward(self) -> None:
         """Count: a step without any backward pass (training_step returned None) is no step."""
@@ -138,7 +136,7 @@ class LightningDriver:
     def settle(self) -> None:
         """Close the steps whose optimizer has moved."""
         for number, suite in self._suites.items():
-            if suite.is_open and self._trainer.global_step > self._steps_at_run[number]:
+            if self._is_done(number, suite):
                 suite.finish()
                 self._has_moved = True
 
@@ -157,13 +155,17 @@ class LightningDriver:
         suites, self._suites = self._suites, {}  # a suite holds the model
         for number, suite in suites.items():
             try:
-                if suite.is_open and self._trainer.global_step > self._steps_at_run[number]:
+                if self._is_done(number, suite):
                     suite.finish()
                 suite.close()
             except Exception:
                 if not after_exception:
                     raise
                 logger.exception("closing after an exception failed as well")
+
+    def _is_done(self, number: int, suite: Suite) -> bool:
+        """Whether a step is open whose optimizer has moved since it was measured."""
+        return suite.is_open and bool(self._trainer.global_step > self._steps_at_run[number])
 
     def _arrange_charts(self) -> None:
         if not self._sink.is_logging:
@@ -249,8 +251,7 @@ def _scaler_of(plugin: Any) -> Any:
 
 def _scale_still_in(plugin: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
     """The loss scale, if the gradients have not been divided by it yet (fused optimizers do it in their step)."""
-    scaler = _scaler_of(plugin)
-    scale: Tensor | None = getattr(scaler, "_scale", None)
+    scale: Tensor | None = getattr(scaler := _scaler_of(plugin), "_scale", None)
     if scale is None:
         return None
     # The scaler's own note of what it has done for this optimizer since its last update.
@@ -259,12 +260,11 @@ def _scale_still_in(plugin: Any, optimizer: torch.optim.Optimizer) -> Tensor | N
 
 
 def _refuse_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "optimizer LBFGS evaluates the loss up to max_iter times a step, so that a step has no one gradient; "
-                "use a first-order optimizer or remove the stabilizer callbacks"
-            )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer LBFGS evaluates the loss up to max_iter times a step, so that a step has no one gradient; "
+            "use a first-order optimizer or remove the stabilizer callbacks"
+        )
 
 
 def _refuse_strategy(strategy: Any) -> None:
@@ -286,8 +286,8 @@ def _serve(callback: StabilizerCallback, trainer: Any, hook: str, *args: Any) ->
         listed = [other for other in trainer.callbacks if isinstance(other, StabilizerCallback)]
         if args != ("fit",) or callback is not next(iter(listed), callback):
             return
-        if callback.driver is not None:
-            callback.driver.train_end(after_exception=True)  # of a fit that never came to its end
+        if callback.driver is not None:  # of a fit that never came to its end
+            callback.driver.train_end(after_exception=True)
         LightningDriver(trainer, callback).setup()
     elif callback.driver is not None and callback.driver.serves(callback, trainer):
         if hook == "exception":
