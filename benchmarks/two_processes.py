@@ -1,4 +1,4 @@
-"""Rows of two gloo processes: the first step with many DTensors, and steps with and without the callback."""
+"""Rows of two gloo processes: the first step with many DTensors, and steps with and without the callbacks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from benchmarks.one_process import Silent
 from benchmarks.processes import run_fresh
 from benchmarks.timing import Figure, Samples, agreement, ratio_figure
 from stabilizer import GradientStore, ParameterIndex
-from stabilizer.callbacks import GradNormCallback
+from stabilizer.callbacks import GradNormCallback, recommended
 from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.suite import Suite
 from stabilizer.examples.gpt import GPT
+from stabilizer.tally import LossTally
 from tests.counting import count_collectives
 
 __all__ = ["first_step", "steps"]
@@ -118,7 +119,7 @@ _FIRST: dict[str, Callable[[nn.Module, list[Tensor]], Tensor]] = {
 
 
 def steps(*, tiny: bool = False) -> list[Figure]:
-    """Training steps of the example GPT with the callback beside steps without, and their collectives.
+    """Training steps of the example GPT with the default suite beside steps without, and their collectives.
 
     Args:
         tiny: Try it out.
@@ -130,7 +131,7 @@ def steps(*, tiny: bool = False) -> list[Figure]:
     for strategy, title in (("fsdp2", "FSDP2"), ("ddp", "DDP")):
         samples, added = run_fresh(_train, strategy, tiny)[0]
         how = "example GPT, two gloo processes"
-        what = f"{title} step with GradNormCallback / without"
+        what = f"{title} step with the default suite / without"
         pair = ("with", "without")
         # Two ranks cannot each decide to go on, so the halves of one run stand for two runs.
         halves = [{name: values[half::2] for name, values in samples.items()} for half in (0, 1)]
@@ -154,14 +155,18 @@ def _train(rank: int, strategy: str, tiny: bool) -> tuple[Samples, float]:
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    suite = Suite([GradNormCallback()], model=model, optimizer=optimizer, sink=Silent())
+    suite = Suite(recommended(), model=model, optimizer=optimizer, sink=Silent())
+    tally = LossTally(["auto"])
     generator = torch.Generator().manual_seed(rank)
 
     def step(measured: bool) -> None:
         tokens = torch.randint(256, (2, 65), generator=generator)
-        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
         if measured:
-            suite.run()
+            tally.begin(tokens)
+            tally.add(loss)
+            suite.run(losses=tally.take())
         optimizer.step()
         if measured:
             suite.finish()

@@ -1,8 +1,23 @@
-"""The callbacks. Each works in a Lightning Trainer of either package; see `StabilizerCallback` for your own."""
+"""The callbacks. Each works in a Lightning Trainer of either package, in an Accelerate loop and in a plain one.
+
+See `attach` for loops, and `StabilizerCallback` for a callback of your own.
+"""
 
 import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Lightning's hooks)
+from stabilizer.callbacks.accelerate import attach
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
+from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
+from stabilizer.config import load_callbacks, recommended
 
-__all__ = ["GradNormCallback", "NormHistory", "StabilizerCallback", "StepContext"]
+__all__ = [
+    "GradNormCallback",
+    "LossMeanVarCallback",
+    "NormHistory",
+    "StabilizerCallback",
+    "StepContext",
+    "attach",
+    "load_callbacks",
+    "recommended",
+]

@@ -60,9 +60,17 @@ class HostCallback(_Base):  # type: ignore[misc]
         """Called when the model is wrapped and the optimizers exist."""
         _lightning(self, trainer, "fit_start")
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Called before the first batch, when the data is known."""
+        _lightning(self, trainer, "train_start")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Called before every batch, which is on its device."""
+        _lightning(self, trainer, "train_batch_start", batch, batch_idx)
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Called before every backward pass."""
-        _lightning(self, trainer, "before_backward")
+        """Called before every backward pass, with the loss as it is propagated."""
+        _lightning(self, trainer, "before_backward", loss)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Called when the gradients of a step are complete, before Lightning clips them."""

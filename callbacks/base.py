@@ -11,6 +11,7 @@ from stabilizer.callbacks._bases import HostCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import warn
 from stabilizer.names import Granularity, layer_names, select_layers
+from stabilizer.tally import Weight
 from stabilizer.view import LayerView, NormType
 
 __all__ = ["Order", "StabilizerCallback", "check_interval", "check_optional_interval"]
@@ -59,6 +60,8 @@ class StabilizerCallback(HostCallback):
     norm_type: NormType = 2
     history: int = 1
     max_abs_every_n_steps: int | None = None
+    # What weighs the micro-batches in `context.loss`; without it a step's loss is not looked at.
+    loss_weight: Weight | None = None
 
     def __init__(
         self,
@@ -102,6 +105,22 @@ class StabilizerCallback(HostCallback):
             step: The optimizer step.
         """
         return False
+
+    def wants_extremes(self, step: int) -> bool:
+        """Whether `context.loss.extremes` is read at a step; a few numbers a rank are exchanged for it.
+
+        Args:
+            step: The optimizer step.
+        """
+        return False
+
+    def limitations(self, setting: Any) -> list[str]:
+        """What this callback promises and cannot do in a run, with the reasons; shown when training starts.
+
+        Args:
+            setting: What the host knows of the run, a `stabilizer.callbacks.preflight.Setting`.
+        """
+        return []
 
     def charts(self) -> dict[str, list[str]]:
         """Charts to arrange in TensorBoard: title -> regular expressions of tags."""
@@ -221,21 +240,22 @@ class StabilizerCallback(HostCallback):
         return {**state, "driver": None, "_views": {}}
 
 
-def check_interval(name: str, value: object) -> int:
+def check_interval(name: str, value: object, *, minimum: int = 1) -> int:
     """Check an interval in steps.
 
     Args:
         name: Of the argument.
         value: What the user gave.
+        minimum: 0 for a number of steps that may be none.
 
     Returns:
         The value.
 
     Raises:
-        ValueError: If it is not a whole number of at least 1.
+        ValueError: If it is not a whole number of at least the minimum.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r}: expected a whole number of steps, at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}={value!r}: expected a whole number of steps, at least {minimum}")
     return value
 
 

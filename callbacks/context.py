@@ -10,9 +10,30 @@ import torch
 from torch import Tensor
 
 from stabilizer.late import LateLog
+from stabilizer.losses import StepLoss
 from stabilizer.view import LayerView
 
-__all__ = ["AfterClip", "Selection", "StepContext"]
+__all__ = ["AfterClip", "Position", "Selection", "StepContext"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a host is in its data.
+
+    Attributes:
+        batch_index: Number of the last micro-batch of the step, as the host counts; -1 if it does not.
+        num_micro_batches: How many of them this rank has propagated for the step; 0 if that is not known.
+        divisor: How many the loss was divided by; 0 if that is not known.
+    """
+
+    batch_index: int = -1
+    num_micro_batches: int = 0
+    divisor: int = 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the step has fewer micro-batches than its loss was divided by, so that its gradient is too small."""
+        return 0 < self.num_micro_batches < self.divisor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +73,8 @@ class StepContext:
         store: This step's statistics by layer: `layer_names`, `norms`, `total_norm`, `nonfinite`, `step`.
         selected_names: The layers that `layers=` and `exclude=` of the callback leave.
         is_scaled: Whether a gradient scaler guards the step, so that a non-finite gradient is its business.
+        position: Which batch the step ends with, and how many micro-batches it has.
+        loss: The step's loss over all ranks, for a callback with `loss_weight`; `None` for others.
         after: Norms after the host's own clip, if it may clip; only in `on_step_end`.
     """
 
@@ -64,6 +87,8 @@ class StepContext:
         tag_prefix: str,
         optimizer_index: int = 0,
         is_scaled: bool = False,
+        position: Position | None = None,
+        loss: StepLoss | None = None,
         owner: int = -1,
     ) -> None:
         self.step = store.step
@@ -71,6 +96,8 @@ class StepContext:
         self.store = store
         self.selected_names = selection.names
         self.is_scaled = is_scaled
+        self.position = Position() if position is None else position
+        self.loss = loss
         self.after: AfterClip | None = None
         self._selection = selection
         self._late, self._owner = late, owner

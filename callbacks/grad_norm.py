@@ -158,6 +158,15 @@ class GradNormCallback(StabilizerCallback):
         norms = snapshot["norms"]
         return NormHistory(tuple(snapshot["layer_names"]), list(snapshot["steps"]), norms[:, :-1], norms[:, -1])
 
+    def limitations(self, setting: Any) -> list[str]:
+        """Pictures without matplotlib, and clips that nobody tells of."""
+        found = []
+        if self.heatmap_every_n_steps is not None and not can_draw():
+            found.append("no heat map: matplotlib is missing (pip install 'torch-stabilizer[plots]')")
+        if setting.host == "plain loop":
+            found.append("no total_after: a plain loop's own clip is not seen; call handle.measure() before it")
+        return found
+
     def charts(self) -> dict[str, list[str]]:
         """All layers in one chart, and the total before and after a clip in another."""
         start = f"^{re.escape(self.name)}/" if self.name else "^"

@@ -6,7 +6,6 @@ packages (`lightning.pytorch` and `pytorch_lightning`) look the same from here, 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,50 +15,16 @@ from torch import Tensor
 
 from stabilizer.callbacks._bases import register_lightning
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.context import Position
+from stabilizer.callbacks.hosting import arrange_charts, is_disabled, refuse_optimizers, scale_still_in, stand_before
+from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
+from stabilizer.callbacks.preflight import preflight
+from stabilizer.callbacks.sinks import LightningSink
 from stabilizer.callbacks.suite import Suite, check_selections
+from stabilizer.callbacks.suites import Suites
 from stabilizer.errors import logger, warn
 
-__all__ = ["LightningDriver", "LightningSink"]
-
-_PACKAGES = ("lightning", "pytorch_lightning")
-
-
-class LightningSink:
-    """Writes to all loggers of a Trainer, on the process that logs.
-
-    Args:
-        trainer: Of either package.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        # Weak: a callback that outlives its trainer must not keep it.
-        self._trainer = weakref.proxy(trainer)
-        self.is_logging = bool(trainer.is_global_zero)
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        """Write numbers under a step."""
-        for writer in self._trainer.loggers:
-            writer.log_metrics(values, step=step)
-
-    def picture(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure where a logger takes one."""
-        for experiment in self._experiments("add_figure"):
-            experiment.add_figure(tag, figure, step)
-
-    def show(self, values: dict[str, float]) -> None:
-        """Show numbers on the progress bar."""
-        for tag, value in values.items():
-            self._trainer.lightning_module.log(tag, value, prog_bar=True, logger=False, rank_zero_only=True)
-
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange TensorBoard's Custom Scalars page."""
-        layout = {"stabilizer": {title: ["Multiline", patterns] for title, patterns in charts.items()}}
-        for experiment in self._experiments("add_custom_scalars"):
-            experiment.add_custom_scalars(layout)
-
-    def _experiments(self, method: str) -> list[Any]:
-        experiments = (getattr(writer, "experiment", None) for writer in self._trainer.loggers)
-        return [experiment for experiment in experiments if hasattr(experiment, method)]
+__all__ = ["LightningDriver"]
 
 
 class LightningDriver:
@@ -77,13 +42,11 @@ class LightningDriver:
         # A callback that another one hands its hooks to is in no list.
         self.callbacks = listed if leader in listed else [leader]
         self.is_closed = False
-        self._sink = LightningSink(trainer)
-        self._suites: dict[int, Suite] = {}
+        self._suites = Suites(self.callbacks, sink=LightningSink(trainer))
         self._steps_at_run: dict[int, int] = {}
-        self._num_backwards, self._has_moved = 0, False
-        self._names: tuple[str, ...] = ()
+        self._num_backwards, self._has_moved, self._batch_index = 0, False, -1
         self._has_warned_of_optimizer = False
-        self._clip_gradients: Callable[..., None] | None = None
+        self._undo: list[Callable[[], None]] = []
         for callback in self.callbacks:
             callback.driver = self
 
@@ -98,27 +61,38 @@ class LightningDriver:
 
     def setup(self) -> None:
         """Before the model is set up: refuse what cannot work."""
-        if _is_disabled():
-            self.is_closed = True
-            names = sorted({type(callback).__name__ for callback in self.callbacks})
-            warn(f"STABILIZER_DISABLE is set: {', '.join(names)} do nothing in this run")
-        else:
+        self.is_closed = is_disabled(self.callbacks)
+        if not self.is_closed:
             _refuse_strategy(self._trainer.strategy)
 
     def fit_start(self) -> None:
         """Check what can be checked before the first step, and arrange the charts."""
-        _refuse_optimizers(self._trainer.optimizers)
+        refuse_optimizers(self._trainer.optimizers)
         if _groups_of(self._trainer) is None:
-            self._names = check_selections(self.callbacks, self._trainer.lightning_module)
-        self._arrange_charts()
+            self._suites.known_names = check_selections(self.callbacks, self._trainer.lightning_module)
+        arrange_charts(self._suites.sink, self.callbacks)
         # In manual optimization a user clips before the optimizer step, and so before Lightning calls us: whoever clips
         # through Lightning passes here, and the raw gradients are measured first.
-        plugin = self._trainer.precision_plugin
-        self._clip_gradients, plugin.clip_gradients = plugin.clip_gradients, self._clip
+        self._undo.append(stand_before(self._trainer.precision_plugin, "clip_gradients", self._clip))
 
-    def before_backward(self) -> None:
-        """Count: a step without any backward pass (training_step returned None) is no step."""
+    def train_start(self) -> None:
+        """Show what there is to know before the first step."""
+        preflight(lambda: lightning_setting(self._trainer, self.callbacks))
+
+    def train_batch_start(self, batch: Any, batch_index: int) -> None:
+        """Note a micro-batch: its size weighs its loss."""
+        self._batch_index = batch_index
+        self._suites.tally.begin(batch)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Take the loss, and count: a step without any backward pass (training_step returned None) is no step."""
         self._num_backwards += 1
+        # Lightning has divided it by the number of micro-batches and multiplied it by the scaler's scale.
+        scale: Any = getattr(_scaler_of(self._trainer.precision_plugin), "_scale", None)
+        divisor = self._divisor()
+        if divisor > 1:
+            scale = 1.0 / divisor if scale is None else scale / divisor
+        self._suites.tally.add(loss, scale=scale)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Run the suite of an optimizer, unless a clip in manual optimization has done so for this step."""
@@ -129,13 +103,13 @@ class LightningDriver:
         self.settle()
         if self._has_moved:
             self._has_moved, self._num_backwards = False, 0
-        for suite in self._suites.values():
+        for _, suite in self._suites:
             if suite.is_open:
                 suite.abandon()
 
     def settle(self) -> None:
         """Close the steps whose optimizer has moved."""
-        for number, suite in self._suites.items():
+        for number, suite in self._suites:
             if self._is_done(number, suite):
                 suite.finish()
                 self._has_moved = True
@@ -149,33 +123,19 @@ class LightningDriver:
         self.is_closed = True
         for callback in self.callbacks:
             callback.driver = None
-        if self._clip_gradients is not None:
-            del self._trainer.precision_plugin.clip_gradients
-            self._clip_gradients = None
-        suites, self._suites = self._suites, {}  # a suite holds the model
-        for number, suite in suites.items():
-            try:
-                if self._is_done(number, suite):
-                    suite.finish()
-                suite.close()
-            except Exception:
-                if not after_exception:
-                    raise
-                logger.exception("closing after an exception failed as well")
+        while self._undo:
+            self._undo.pop()()
+        try:
+            self.settle()
+        except Exception:
+            if not after_exception:
+                raise
+            logger.exception("closing a step after an exception failed as well")
+        self._suites.close(after_exception=after_exception)
 
     def _is_done(self, number: int, suite: Suite) -> bool:
         """Whether a step is open whose optimizer has moved since it was measured."""
         return suite.is_open and bool(self._trainer.global_step > self._steps_at_run[number])
-
-    def _arrange_charts(self) -> None:
-        if not self._sink.is_logging:
-            return
-        try:
-            charts = {title: tags for callback in self.callbacks for title, tags in callback.charts().items()}
-            if charts:
-                self._sink.charts(charts)
-        except Exception:
-            logger.exception("arranging the charts of TensorBoard failed; training goes on without them")
 
     def _run(self, optimizer: torch.optim.Optimizer) -> Suite | None:
         suite = self._suite(optimizer)
@@ -185,8 +145,19 @@ class LightningDriver:
         if not suite.is_open and (self._num_backwards or _has_gradients(optimizer)):
             plugin = self._trainer.precision_plugin
             self._steps_at_run[self._number_of(optimizer)] = self._trainer.global_step
-            suite.run(grad_scale=_scale_still_in(plugin, optimizer), is_scaled=_scaler_of(plugin) is not None)
+            scaler = _scaler_of(plugin)
+            suite.run(
+                grad_scale=scale_still_in(scaler, optimizer),
+                is_scaled=scaler is not None,
+                losses=self._suites.tally.take(),
+                position=Position(self._batch_index, self._num_backwards, self._divisor()),
+            )
         return suite
+
+    def _divisor(self) -> int:
+        """What Lightning divides every loss by; it leaves losses of manual optimization alone."""
+        trainer = self._trainer
+        return int(trainer.accumulate_grad_batches) if trainer.lightning_module.automatic_optimization else 0
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         optimizers = enumerate(self._trainer.optimizers)
@@ -202,39 +173,27 @@ class LightningDriver:
                     "gradients are not measured"
                 )
             return None
-        if number not in self._suites:
-            module = trainer.lightning_module
-            self._suites[number] = Suite(
-                self.callbacks,
-                model=module if trainer.strategy.model is None else trainer.strategy.model,
-                optimizer=optimizer,
-                sink=self._sink,
-                optimizer_index=number,
-                groups=_groups_of(trainer),
-                known_names=self._names,
-            )
-        # Some strategies and callbacks make the optimizers anew within a fit.
-        self._suites[number].optimizer = optimizer
-        return self._suites[number]
+        module = trainer.lightning_module
+        model = module if trainer.strategy.model is None else trainer.strategy.model
+        return self._suites.get(number, model=model, optimizer=optimizer, groups=_groups_of(trainer))
 
-    def _clip(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+    def _clip(
+        self,
+        original: Callable[..., None],
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
         """Stands before the precision plugin's `clip_gradients`."""
         inner = getattr(optimizer, "_optimizer", optimizer)
         module = self._trainer.lightning_module
         suite = self._suite(inner) if module.automatic_optimization else self._run(inner)
-        assert self._clip_gradients is not None
-        self._clip_gradients(optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
+        original(optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
         if suite is not None and suite.is_open and clip_val and clip_val > 0:
             # Hooks of the module's own may have changed the gradients before they came here.
             hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
-            is_plain = gradient_clip_algorithm == "norm" and not any(_is_overridden(module, hook) for hook in hooks)
+            is_plain = gradient_clip_algorithm == "norm" and not any(is_overridden(module, hook) for hook in hooks)
             suite.after_clip(max_norm=float(clip_val) if is_plain else None)
-
-
-def _is_overridden(module: Any, hook: str) -> bool:
-    """Whether a LightningModule has a hook of its own (neither package is imported to ask)."""
-    owner = next((kind for kind in type(module).__mro__ if hook in vars(kind)), None)
-    return hook in vars(module) or (owner is not None and owner.__module__.split(".")[0] not in _PACKAGES)
 
 
 def _groups_of(trainer: Any) -> Any:
@@ -249,24 +208,6 @@ def _scaler_of(plugin: Any) -> Any:
     return getattr(plugin, "scaler", None)
 
 
-def _scale_still_in(plugin: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """The loss scale, if the gradients have not been divided by it yet (fused optimizers do it in their step)."""
-    scale: Tensor | None = getattr(scaler := _scaler_of(plugin), "_scale", None)
-    if scale is None:
-        return None
-    # The scaler's own note of what it has done for this optimizer since its last update.
-    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
-    return scale if stage.name == "READY" else None
-
-
-def _refuse_optimizers(optimizers: list[torch.optim.Optimizer]) -> None:
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "optimizer LBFGS evaluates the loss up to max_iter times a step, so that a step has no one gradient; "
-            "use a first-order optimizer or remove the stabilizer callbacks"
-        )
-
-
 def _refuse_strategy(strategy: Any) -> None:
     if "DeepSpeedStrategy" in {kind.__name__ for kind in type(strategy).__mro__}:
         raise ValueError(
@@ -274,10 +215,6 @@ def _refuse_strategy(strategy: Any) -> None:
             "callback can see them. Use FSDPStrategy or ModelParallelStrategy (FSDP2), or set STABILIZER_DISABLE=1 to "
             "train without the stabilizer callbacks."
         )
-
-
-def _is_disabled() -> bool:
-    return os.environ.get("STABILIZER_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
 
 
 def _serve(callback: StabilizerCallback, trainer: Any, hook: str, *args: Any) -> None:

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
-from stabilizer.callbacks.context import AfterClip, Selection, StepContext
+from stabilizer.callbacks.context import AfterClip, Position, Selection, StepContext
+from stabilizer.callbacks.failures import Failures
+from stabilizer.callbacks.loss_meter import LossMeter
 from stabilizer.callbacks.missing import MissingGradients
-from stabilizer.errors import logger, warn
+from stabilizer.errors import warn
 from stabilizer.late import LateLog, Sink
 from stabilizer.parameters import ParameterIndex, named_parameters
-from stabilizer.reduction import rank, world_size
+from stabilizer.reduction import world_size
 from stabilizer.store import GradientStore
 from stabilizer.tags import prefix
+from stabilizer.tally import MicroBatchLoss
 from stabilizer.view import LayerView
 
 __all__ = ["Suite", "check_selections"]
@@ -76,26 +79,40 @@ class Suite:
         self._model, self._groups = model, groups
         self._optimizer_index, self._known_names = optimizer_index, known_names
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
+        self._failures = Failures(self.callbacks, self._agreement)
+        self._meter = LossMeter(self.callbacks)
         self._store: GradientStore | None = None
         self._parameters: list[Tensor] = []
         self._selections: list[Selection] = []
         self._contexts: list[StepContext] = []
         self._grad_scale: Tensor | None = None
+        self._position = Position()
         self._num_clips = 0
-        self._has_said_nothing = self._has_reported = False
+        self._has_said_nothing = False
         self.is_open = False
 
-    def run(self, *, grad_scale: Tensor | None = None, is_scaled: bool = False) -> None:
+    def run(
+        self,
+        *,
+        grad_scale: Tensor | None = None,
+        is_scaled: bool = False,
+        losses: Sequence[MicroBatchLoss] = (),
+        position: Position | None = None,
+    ) -> None:
         """Measure the step's gradients and let all callbacks see them.
 
         Args:
             grad_scale: What the gradients are still multiplied by, shape (); `None` if they are as they should be.
             is_scaled: Whether a gradient scaler guards this step.
+            losses: Of this rank's micro-batches.
+            position: Where the host is in its data.
         """
         store = self._current_store()
         self._write(before=self.step)
         self.is_open, self._contexts = True, []
         self._grad_scale, self._num_clips = grad_scale, 0
+        self._position = Position() if position is None else position
+        self._meter.check_window(self.step, self._position)
         if store is None:
             return
         is_due = world_size() > 1 and self._agreement.is_due(self.step)
@@ -105,24 +122,32 @@ class Suite:
             return
         self._agreement.request_replan(store.needs_replan)
         flags = self._agreement.flags(store.device)
-        measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, compare=is_due)
+        sums = self._meter.pack(self.step, losses, device=store.device)
+        measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, sums=sums, compare=is_due)
         if is_due:
             self._agreement.note(measurement)
+        failure = self._meter.read(measurement.sums)
         if store.failure is not None:
-            self._measuring_failed(store.failure)
+            self._failures.of_measuring(store.failure, step=self.step)
             return
         self._missing.see(measurement)
+        for number, callback in enumerate(self.callbacks):
+            if failure is not None and callback.loss_weight is not None:
+                self._failures.of_callback(number, "loss", failure, step=self.step)
         self._contexts = [self._context(number, is_scaled) for number in range(len(self.callbacks))]
         self._each("on_gradients")
 
-    def after_clip(self, *, max_norm: float | None) -> None:
+    def after_clip(self, *, max_norm: float | None, is_unscaled: bool = False) -> None:
         """Tell that the host has clipped.
 
         Args:
             max_norm: Its limit, if it clipped by the total norm and nothing else has touched the gradients since they
                 were measured; `None` if the gradients must be measured again.
+            is_unscaled: Whether the host has divided the gradients by the loss scale before the clip.
         """
         self._num_clips += 1
+        if is_unscaled:
+            self._grad_scale = None
         if self._store is None or not any(callback.wants_after(self.step) for callback in self.callbacks):
             return
         total = self.total_norm() if self._num_clips == 1 else None
@@ -162,13 +187,17 @@ class Suite:
         self.is_open = False
         self.late.forget()
 
-    def close(self) -> None:
-        """End of the run: write everything that is on its way, and let go of the model."""
+    def close(self, *, is_end: bool = True) -> None:
+        """Write everything that is on its way, and let go of the model.
+
+        Args:
+            is_end: Whether the run ends; else it goes on from a checkpoint, with another suite.
+        """
         try:
-            if self._contexts:
+            if self._contexts and is_end:
                 self._each("on_run_end")
                 self.late.close_step(self._contexts[0].step)
-            if self._store is not None:
+            if self._store is not None and is_end:
                 self._missing.conclude()
             self._write(wait=True)
         finally:
@@ -227,6 +256,8 @@ class Suite:
             tag_prefix=prefix(callback.name, self._optimizer_index),
             optimizer_index=self._optimizer_index,
             is_scaled=is_scaled,
+            position=self._position,
+            loss=self._meter.loss_for(callback),
             owner=number,
         )
 
@@ -241,24 +272,7 @@ class Suite:
                 hook: Callable[[StepContext], None] = getattr(callback, method)
                 hook(context)
             except Exception as error:
-                if callback.strict:
-                    raise
-                self._callback_failed(number, method, error)
-
-    def _callback_failed(self, number: int, what: str, error: Exception) -> None:
-        callback = self.callbacks[number]
-        if not callback.has_failed:
-            self._report(f"{type(callback).__name__}.{what}", error)
-        callback.has_failed = True
-        self._agreement.fail(number)
-
-    def _measuring_failed(self, error: Exception) -> None:
-        if any(callback.strict for callback in self.callbacks):
-            raise error
-        if not self._has_reported:
-            self._has_reported = True
-            self._report("measuring gradients", error)
-        self._agreement.measuring_failed()
+                self._failures.of_callback(number, method, error, step=self.step)
 
     def _write(self, *, before: int | None = None, wait: bool = False) -> None:
         try:
@@ -266,19 +280,8 @@ class Suite:
         except Exception as error:
             if any(callback.strict for callback in self.callbacks):
                 raise
-            self._report("writing to the loggers", error)
+            self._failures.report("writing to the loggers", error, step=self.step)
             self.late.stop()
         failures, self.late.failures = self.late.failures, []
         for number, failure in failures:
-            if self.callbacks[number].strict:
-                raise failure
-            self._callback_failed(number, "later", failure)
-
-    def _report(self, what: str, error: Exception) -> None:
-        logger.error(
-            "%s failed at step %d on rank %d; it is off from now on, training goes on (strict=True would end the run)",
-            what,
-            self.step,
-            rank(),
-            exc_info=error,
-        )
+            self._failures.of_callback(number, "later", failure, step=self.step)

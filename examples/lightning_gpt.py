@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -20,15 +19,19 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from stabilizer.examples.gpt import GPT
-from stabilizer.examples.stdlib_text import RandomWindows, load_stdlib_text
+from stabilizer.examples.recipe import (
+    StrategyName,
+    make_loader,
+    make_optimizer,
+    make_schedule,
+    next_byte_loss,
+    num_processes,
+)
 
 __all__ = ["LightningGPT", "StrategyName", "make_trainer", "silence_hints", "train"]
-
-StrategyName: TypeAlias = Literal["single", "ddp", "fsdp2"]
 
 
 class LightningGPT(LightningModule):
@@ -90,30 +93,22 @@ class LightningGPT(LightningModule):
             The mean cross-entropy, in nats per byte.
         """
         assert self.model is not None, "Lightning calls configure_model first"
-        logits = self.model(batch[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = next_byte_loss(self.model, batch)
         self.losses.append(loss.detach())
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> Any:
         """AdamW; a linear warm-up, then a cosine."""
-        optimizer = torch.optim.AdamW(
-            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._learning_rate_factor)
+        optimizer = make_optimizer(self.parameters(), learning_rate=self.learning_rate)
+        schedule = make_schedule(optimizer, steps=self.steps, warmup_steps=self.warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _learning_rate_factor(self, step: int) -> float:
-        warmup = min(1.0, (step + 1) / self.warmup_steps)
-        return warmup * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / self.steps)))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         """Random windows of the text, other ones on every rank."""
-        windows = RandomWindows(
-            load_stdlib_text(), window=self.context + 1, seed=self.seed, rank=self.trainer.global_rank
+        return make_loader(
+            context=self.context, batch_size=self.batch_size, seed=self.seed, rank=self.trainer.global_rank
         )
-        return DataLoader(windows, batch_size=self.batch_size)
 
 
 class _ProgressBar(TQDMProgressBar):
@@ -157,7 +152,7 @@ def make_trainer(
         A trainer for one `fit`.
     """
     on_gpu = torch.cuda.is_available()
-    devices = 1 if strategy == "single" else min(2, torch.cuda.device_count()) if on_gpu else 2
+    devices = num_processes(strategy)
     strategies: dict[StrategyName, str | Strategy] = {
         "single": "auto",
         "ddp": DDPStrategy(),
@@ -177,7 +172,8 @@ def make_trainer(
         use_distributed_sampler=False,
         logger=TensorBoardLogger(save_dir=logdir, name=strategy),
         log_every_n_steps=1,
-        callbacks=[_ProgressBar(), _EndOnTerminate(), *callbacks],
+        # The bar comes last: what callbacks print when training starts stands above it.
+        callbacks=[_EndOnTerminate(), *callbacks, _ProgressBar()],
         enable_checkpointing=False,
         enable_model_summary=False,
     )

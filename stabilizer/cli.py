@@ -13,19 +13,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
 
 from stabilizer import __version__
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from stabilizer.callbacks import GradNormCallback
-    from stabilizer.callbacks.grad_norm import NormHistory
+    from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback
 
 __all__ = ["UsageError", "demo", "main", "tensorboard_command"]
+
+# As in `examples.recipe`, which imports torch; the parser reads them here.
+StrategyName: TypeAlias = Literal["single", "ddp", "fsdp2"]
+Engine: TypeAlias = Literal["lightning", "accelerate"]
 
 
 class UsageError(Exception):
@@ -35,15 +36,20 @@ class UsageError(Exception):
 def demo(
     grad_norm: GradNormCallback,
     *,
-    strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2",
+    loss_mean_var: LossMeanVarCallback,
+    engine: Engine = "lightning",
+    strategy: StrategyName | None = None,
     steps: int = 200,
     logdir: Path = Path("stabilizer-demo"),
 ) -> None:
-    """Train a small GPT on the source of Python's standard library and log every layer's gradient norm.
+    """Train a small GPT on the source of Python's standard library and log its loss and every layer's gradient norm.
 
     Args:
-        grad_norm: The callback to train with.
-        strategy: One process, or two processes with DDP or FSDP2.
+        grad_norm: The callback that measures gradients.
+        loss_mean_var: The callback that follows the loss.
+        engine: What trains: Lightning, or a loop with Accelerate.
+        strategy: One process, or two processes with DDP or FSDP2; by default FSDP2, where the engine has it (Accelerate
+            on GPUs only), else DDP.
         steps: Number of optimizer steps.
         logdir: Folder for TensorBoard.
     """
@@ -51,21 +57,101 @@ def demo(
         raise UsageError(f"--steps={steps}: expected at least 1")
     if logdir.exists() and not logdir.is_dir():
         raise UsageError(f"--logdir={logdir} is a file: expected a folder, or a path where one can be made")
-    if importlib.util.find_spec("lightning") is None:
-        raise UsageError("the demo trains with Lightning, which is missing: pip install 'torch-stabilizer[lightning]'")
+    if importlib.util.find_spec(engine) is None:
+        name = engine.capitalize()
+        raise UsageError(f"the demo trains with {name}, which is missing: pip install 'torch-stabilizer[{engine}]'")
+    run = _train_with_lightning if engine == "lightning" else _train_with_accelerate
+    run(grad_norm, loss_mean_var, strategy=strategy, steps=steps, logdir=logdir)
+
+
+def _train_with_lightning(
+    grad_norm: GradNormCallback,
+    loss_mean_var: LossMeanVarCallback,
+    *,
+    strategy: StrategyName | None,
+    steps: int,
+    logdir: Path,
+) -> None:
     from stabilizer.examples.lightning_gpt import LightningGPT, make_trainer, silence_hints, train
 
+    strategy = strategy or "fsdp2"
     silence_hints()
-    trainer = make_trainer(strategy, steps=steps, logdir=logdir, callbacks=[grad_norm])
+    trainer = make_trainer(strategy, steps=steps, logdir=logdir, callbacks=[grad_norm, loss_mean_var])
     if trainer.global_rank == 0:
-        hardware = f"{trainer.num_devices} process{'es' if trainer.num_devices > 1 else ''} on "
-        hardware += "CUDA" if trainer.strategy.root_device.type == "cuda" else "the CPU"
-        _say(f"A small GPT reads Python's standard library: {steps} steps, {strategy}, {hardware}")
+        _announce("Lightning", strategy=strategy, steps=steps, num_processes=trainer.num_devices)
     module = LightningGPT(steps=steps)
     train(trainer, module)
     if trainer.global_rank == 0:
-        _report(grad_norm, losses=[float(loss) for loss in module.losses])
-        _say(f"\nEvery layer's curve is in TensorBoard:\n{tensorboard_command(logdir)}")
+        _finish(grad_norm, loss_mean_var, losses=[float(loss) for loss in module.losses], logdir=logdir)
+
+
+def _train_with_accelerate(
+    grad_norm: GradNormCallback,
+    loss_mean_var: LossMeanVarCallback,
+    *,
+    strategy: StrategyName | None,
+    steps: int,
+    logdir: Path,
+) -> None:
+    import torch
+
+    from stabilizer.examples.accelerate_gpt import next_run
+    from stabilizer.examples.processes import RankError, run_processes
+    from stabilizer.examples.recipe import num_processes
+
+    on_gpu = torch.cuda.is_available()
+    if strategy == "fsdp2" and not on_gpu:
+        raise UsageError(
+            "--strategy=fsdp2: on a CPU Accelerate trains with DDP instead and says nothing; use --strategy=ddp, or "
+            "--engine=lightning, which shards on a CPU too"
+        )
+    if "LOCAL_RANK" in os.environ:
+        raise UsageError(
+            f"LOCAL_RANK={os.environ['LOCAL_RANK']} is set: the demo starts its processes by itself; run it without a "
+            "launcher"
+        )
+    strategy = strategy or ("fsdp2" if on_gpu else "ddp")
+    _announce("Accelerate", strategy=strategy, steps=steps, num_processes=num_processes(strategy))
+    run = next_run(logdir / f"accelerate-{strategy}")
+    try:
+        run_processes(
+            _accelerate_rank,
+            args=(grad_norm, loss_mean_var, strategy, steps, logdir, run),
+            num_processes=num_processes(strategy),
+            has_ranks=strategy != "single",
+        )
+    except RankError as error:
+        # The traceback that matters is the rank's own.
+        raise SystemExit(f"stabilizer: error: {error}") from None
+
+
+def _accelerate_rank(
+    grad_norm: GradNormCallback,
+    loss_mean_var: LossMeanVarCallback,
+    strategy: StrategyName,
+    steps: int,
+    logdir: Path,
+    run: Path,
+) -> None:
+    """What each process of an Accelerate run does."""
+    from stabilizer.examples.accelerate_gpt import make_accelerator, train
+
+    accelerator = make_accelerator(strategy, run=run)
+    losses = train(accelerator, steps=steps, callbacks=[grad_norm, loss_mean_var])
+    is_first = accelerator.is_main_process
+    accelerator.end_training()
+    if is_first:
+        _finish(grad_norm, loss_mean_var, losses=losses, logdir=logdir)
+
+
+def _announce(engine: str, *, strategy: str, steps: int, num_processes: int) -> None:
+    import torch
+
+    from stabilizer.examples.report import say
+
+    hardware = f"{num_processes} process{'es' if num_processes > 1 else ''} on "
+    hardware += "CUDA" if torch.cuda.is_available() else "the CPU"
+    say(f"A small GPT reads Python's standard library: {steps} steps, {engine}, {strategy}, {hardware}")
 
 
 def tensorboard_command(logdir: Path) -> str:
@@ -85,45 +171,14 @@ def tensorboard_command(logdir: Path) -> str:
     return subprocess.list2cmdline(arguments) if os.name == "nt" else shlex.join(arguments)
 
 
-def _say(text: str) -> None:
-    """Print lines that nothing wraps or colours, so that they can be copied."""
-    from rich.console import Console
+def _finish(
+    grad_norm: GradNormCallback, loss_mean_var: LossMeanVarCallback, *, losses: Sequence[float], logdir: Path
+) -> None:
+    """Print what a run did and how to see it."""
+    from stabilizer.examples.report import report, say
 
-    Console().print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-
-def _report(grad_norm: GradNormCallback, *, losses: Sequence[float]) -> None:
-    """Print what a run did.
-
-    Args:
-        grad_norm: The callback, after the run.
-        losses: Loss of every step, in nats per byte.
-    """
-    from rich.console import Console
-
-    try:
-        Console().print(_norm_table(grad_norm.norm_history()))
-    except ValueError as error:
-        # Switched off by STABILIZER_DISABLE: the training itself is still worth a report.
-        _say(f"no gradient norms: {error}")
-    last = losses[-10:]
-    _say(f"loss {losses[0]:.2f} -> {sum(last) / len(last):.2f} nats per byte (mean of the last {len(last)} steps)")
-
-
-def _norm_table(history: NormHistory) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"Gradient norms of {len(history.steps)} steps")
-    table.add_column("layer", overflow="fold")
-    for column in ("now", "median", "largest", "at step"):
-        table.add_column(column, justify="right")
-    largest, rows = history.norms.max(dim=0)
-    columns = zip(
-        history.layer_names, history.norms[-1], history.norms.median(dim=0).values, largest, rows, strict=True
-    )
-    for name, now, median, high, row in columns:
-        table.add_row(name, f"{now:.4f}", f"{median:.4f}", f"{high:.4f}", str(history.steps[int(row)]))
-    return table
+    report(grad_norm, loss_mean_var, losses=losses)
+    say(f"\nEvery layer's curve is in TensorBoard:\n{tensorboard_command(logdir)}")
 
 
 class _Parser(ArgumentParser):
@@ -134,12 +189,13 @@ class _Parser(ArgumentParser):
 
 
 def _demo_parser() -> ArgumentParser:
-    from stabilizer.callbacks import GradNormCallback
+    from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback
 
     parser = _Parser(description=_summary(demo))
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options")
-    parser.add_function_arguments(demo, skip={"grad_norm"}, fail_untyped=False)
+    parser.add_function_arguments(demo, skip={"grad_norm", "loss_mean_var"}, fail_untyped=False)
     parser.add_class_arguments(GradNormCallback, "grad_norm")
+    parser.add_class_arguments(LossMeanVarCallback, "loss_mean_var")
     # A short run wants more points than a long one.
     parser.set_defaults({"grad_norm.layer_every_n_steps": 2})
     return parser

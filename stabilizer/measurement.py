@@ -32,6 +32,7 @@ class Measurement:
         counts: Non-finite elements, shape (units,), float64; zeros unless they are counted.
         is_exact: Whether maxima and counts were measured at this step.
         flags: Flags summed over ranks, shape (num_flags,); this rank's own on steps without a collective.
+        sums: Further numbers of the step, summed over ranks, float64; their shape is that of what was handed in.
         difference: Largest relative difference between ranks of a sum of squares, shape (), where they were compared.
     """
 
@@ -41,6 +42,7 @@ class Measurement:
     counts: Tensor
     is_exact: bool
     flags: Tensor
+    sums: Tensor
     difference: Tensor | None
 
 
@@ -132,19 +134,23 @@ class Measurer:
                 "before the optimizer step."
             )
 
-    def measure(self, step: int, *, grad_scale: Tensor | None, flags: Tensor | None, compare: bool) -> Measurement:
+    def measure(
+        self, step: int, *, grad_scale: Tensor | None, flags: Tensor | None, sums: Tensor | None, compare: bool
+    ) -> Measurement:
         """See `GradientStore.measure`."""
         self.failure = None
         tensors = self._local_tensors()
         is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
         local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
         flags = self._no_flags if flags is None else flags.to(self._dtype)
+        sums = self._zeros[:0] if sums is None else sums.to(self._device, self._dtype)
         compared = self._compared(tensors, local) if compare else None
-        total, flags, difference = self._reduce(local, flags, is_exact, compared)
+        total, summed, difference = self._reduce(local, (flags, sums), is_exact, compared)
+        flags, sums = summed.split([flags.numel(), sums.numel()])
         if self._host_sees_nonfinite(total):
             is_exact = True
             local = self._guarded(self._wide_statistics, tensors)
-            total, *_ = self._reduce(local, self._no_flags, is_exact, None)
+            total, *_ = self._reduce(local, (self._no_flags, self._zeros[:0]), is_exact, None)
         squares, maxima = total.squares, total.maxima
         if grad_scale is not None:
             inverse = grad_scale.detach().to(self._device).to(self._dtype).reciprocal()
@@ -156,6 +162,7 @@ class Measurer:
             counts=total.counts,
             is_exact=is_exact,
             flags=flags,
+            sums=sums,
             difference=difference,
         )
 
@@ -206,30 +213,34 @@ class Measurer:
         return norms(whole, device=self._device).to(self._dtype)
 
     def _reduce(
-        self, local: _Statistics, flags: Tensor, is_exact: bool, compared: Tensor | None
+        self, local: _Statistics, numbers: tuple[Tensor, Tensor], is_exact: bool, compared: Tensor | None
     ) -> tuple[_Statistics, Tensor, Tensor | None]:
-        """All statistics over all ranks in at most one collective."""
-        reducer, units = self._reducer, self._zeros.numel()
-        if reducer.world_size == 1 or (self._index.is_replicated and compared is None):
-            return local, flags, None
-        if not is_exact and compared is None and len(self.norm_types) == 1:
-            if 2 in self.norm_types:
-                sums = reducer.sum(torch.cat([local.squares, flags]))
-                return local._replace(squares=sums[:units]), sums[units:], None
-            highest = reducer.maximum(torch.cat([local.maxima, flags]))
+        """All statistics and numbers (flags, sums) over all ranks in at most one collective."""
+        reducer, units, (flags, sums) = self._reducer, self._zeros.numel(), numbers
+        packed = torch.cat(numbers)
+        if reducer.world_size == 1:
+            return local, packed, None
+        if self._index.is_replicated and compared is None:
+            # Norms need no collective here, and flags can wait for a step that has one; sums cannot.
+            return local, packed if not sums.numel() else torch.cat([flags, reducer.sum(sums)]), None
+        if not is_exact and compared is None and self.norm_types == {2}:
+            summed = reducer.sum(torch.cat([local.squares, packed]))
+            return local._replace(squares=summed[:units]), summed[units:], None
+        if not is_exact and compared is None and self.norm_types == {"inf"} and not sums.numel():
+            highest = reducer.maximum(torch.cat([local.maxima, packed]))
             return local._replace(maxima=highest[:units]), highest[units:], None
         # Sums and maxima at one step, or a comparison: gather the few numbers of every rank and finish here.
-        gathered = reducer.gather(torch.cat([*local, flags, self._zeros[:0] if compared is None else compared]))
-        sums, highest, end = gathered.sum(0), gathered.amax(0), 3 * units + flags.numel()
+        gathered = reducer.gather(torch.cat([*local, packed, self._zeros[:0] if compared is None else compared]))
+        summed, highest, end = gathered.sum(0), gathered.amax(0), 3 * units + packed.numel()
         difference = None
         if compared is not None:
             spread = highest[end:] - gathered.amin(0)[end:]
             difference = (spread / highest[end:].clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num(0.0, 0.0).amax()
         if self._index.is_replicated:
-            # Own numbers, as on steps without a collective, so that both kinds of steps give the same bits.
-            return local, sums[3 * units : end], difference
-        total = _Statistics(sums[:units], highest[units : 2 * units], sums[2 * units : 3 * units])
-        return total, sums[3 * units : end], difference
+            # Own norms, as on steps without a collective, so that both kinds of steps give the same bits.
+            return local, summed[3 * units : end], difference
+        total = _Statistics(summed[:units], highest[units : 2 * units], summed[2 * units : 3 * units])
+        return total, summed[3 * units : end], difference
 
     def _host_sees_nonfinite(self, total: _Statistics) -> bool:
         """Whether a norm is not finite, where reading that costs no wait; reduced numbers, so all ranks agree."""

@@ -111,7 +111,13 @@ class GradientStore:
         return self._views[key, norm_type]
 
     def measure(
-        self, step: int, *, grad_scale: Tensor | None = None, flags: Tensor | None = None, compare: bool = False
+        self,
+        step: int,
+        *,
+        grad_scale: Tensor | None = None,
+        flags: Tensor | None = None,
+        sums: Tensor | None = None,
+        compare: bool = False,
     ) -> Measurement:
         """Measure the gradients as they are now; they are not changed, not even by a bit.
 
@@ -119,12 +125,14 @@ class GradientStore:
             step: The optimizer step that is about to happen, counted from 0.
             grad_scale: What the loss was multiplied by, if the gradients have not been divided yet; shape ().
             flags: This rank's flags, shape (num_flags,).
+            sums: This rank's part of further numbers that are summed over ranks in the same collective, shape (n,); n
+                is the same on every rank. They cost a small collective of their own where norms need none.
             compare: Whether ranks that all hold whole gradients compare them (a collective on a step that needs none).
 
         Returns:
             The measurement, which is also what the views show from now on.
         """
-        self.current = self._measurer.measure(step, grad_scale=grad_scale, flags=flags, compare=compare)
+        self.current = self._measurer.measure(step, grad_scale=grad_scale, flags=flags, sums=sums, compare=compare)
         self.failure = self._measurer.failure
         for view in self._views.values():
             view.record(self.current)
@@ -149,7 +157,7 @@ class GradientStore:
             The measurement; the views keep the first one.
         """
         step = 0 if self.current is None else self.current.step
-        return self._measurer.measure(step, grad_scale=grad_scale, flags=None, compare=False)
+        return self._measurer.measure(step, grad_scale=grad_scale, flags=None, sums=None, compare=False)
 
 
 class GradientNorms(NamedTuple):

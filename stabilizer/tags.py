@@ -11,6 +11,15 @@ __all__ = [
     "GRAD_NORM_NONFINITE",
     "GRAD_NORM_TOTAL",
     "GRAD_NORM_TOTAL_AFTER",
+    "LOSS_MAX",
+    "LOSS_MAX_RANK",
+    "LOSS_MEAN",
+    "LOSS_MIN",
+    "LOSS_NONFINITE",
+    "LOSS_SLOPE",
+    "LOSS_SLOPE_ERROR",
+    "LOSS_STD",
+    "of_window",
     "prefix",
 ]
 
@@ -21,6 +30,15 @@ GRAD_NORM_LAYER = "grad_norm/layer"
 GRAD_NORM_LAYER_AFTER = "grad_norm/layer_after"
 GRAD_NORM_MAX_ABS = "grad_norm/max_abs"
 GRAD_NORM_HEATMAP = "grad_norm/heatmap"
+# The length of a window follows: `of_window`.
+LOSS_MEAN = "loss/mean"
+LOSS_STD = "loss/std"
+LOSS_SLOPE = "loss/slope"
+LOSS_SLOPE_ERROR = "loss/slope_error"
+LOSS_MIN = "loss/min"
+LOSS_MAX = "loss/max"
+LOSS_MAX_RANK = "loss/max_rank"
+LOSS_NONFINITE = "loss/nonfinite"
 
 ALL_TAGS = frozenset(
     {
@@ -31,8 +49,30 @@ ALL_TAGS = frozenset(
         GRAD_NORM_LAYER_AFTER,
         GRAD_NORM_MAX_ABS,
         GRAD_NORM_HEATMAP,
+        LOSS_MEAN,
+        LOSS_STD,
+        LOSS_SLOPE,
+        LOSS_SLOPE_ERROR,
+        LOSS_MIN,
+        LOSS_MAX,
+        LOSS_MAX_RANK,
+        LOSS_NONFINITE,
     }
 )
+
+
+def of_window(tag: str, window: int) -> str:
+    """The tag of a window.
+
+    Args:
+        tag: Of a statistic over windows.
+        window: Length in steps.
+
+    Example:
+        >>> of_window(LOSS_MEAN, 100)
+        'loss/mean_100'
+    """
+    return f"{tag}_{window}"
 
 
 def prefix(name: str, optimizer_index: int) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["layer_max_abs", "layer_nonfinite", "layer_norms", "total_norm"]
+__all__ = ["layer_max_abs", "layer_nonfinite", "layer_norms", "total_norm", "window_statistics"]
 
 Gradients = Mapping[str, "Tensor | None"]
 LayerOf = Callable[[str], str]
@@ -101,3 +101,38 @@ def _norm(values: npt.NDArray[np.float64], norm_type: float) -> float:
     if np.isinf(norm_type):
         return float(magnitudes.max())
     return float((magnitudes**norm_type).sum() ** (1 / norm_type))
+
+
+def window_statistics(values: npt.ArrayLike, steps: npt.ArrayLike, window: int) -> dict[str, float]:
+    """Mean, sample standard deviation, slope and its standard error of the last finite values of a run.
+
+    Args:
+        values: All values so far, oldest first.
+        steps: The step of each.
+        window: How many of the finite ones count.
+
+    Returns:
+        "mean", "std" (n - 1), "slope" (least squares, per step) and "slope_error"; NaN where there are too few.
+
+    Example:
+        >>> found = window_statistics([9.0, 1.0, np.nan, 2.0, 6.0], [0, 1, 2, 3, 4], 3)
+        >>> {name: round(value, 3) for name, value in found.items()}
+        {'mean': 3.0, 'std': 2.646, 'slope': 1.5, 'slope_error': 0.866}
+    """
+    y, x = np.asarray(values, np.float64), np.asarray(steps, np.float64)
+    y, x = y[np.isfinite(y)][-window:], x[np.isfinite(y)][-window:]
+    n = len(y)
+    result = {
+        "mean": float(np.mean(y)) if n else np.nan,
+        "std": float(np.std(y, ddof=1)) if n > 1 else np.nan,
+        "slope": np.nan,
+        "slope_error": np.nan,
+    }
+    if n > 1 and x.min() < x.max():
+        x_squares = np.sum((x - x.mean()) ** 2)
+        slope = np.sum((x - x.mean()) * (y - y.mean())) / x_squares
+        residuals = y - y.mean() - slope * (x - x.mean())
+        result["slope"] = float(slope)
+        if n > 2:
+            result["slope_error"] = float(np.sqrt(np.sum(residuals**2) / (n - 2) / x_squares))
+    return result

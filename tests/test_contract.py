@@ -1,10 +1,11 @@
-"""What every callback promises. A new one is found here the day it is exported."""
+"""What every callback promises on every host. A new one is found here the day it is exported."""
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
-import pickle
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,41 @@ import torch
 import stabilizer.callbacks
 from stabilizer import tags
 from stabilizer.callbacks import StabilizerCallback
-from tests.event_files import read_run
-from tests.lightning_models import PACKAGES, make_module, make_trainer
+from stabilizer.errors import StabilizerWarning
+from tests.contract_hosts import EPOCH, HOSTS, OutOfDataError, make_host
+from tests.launcher import run_distributed
+from tests.lightning_models import make_module, make_trainer
+from tests.states import Copier, same
 
 CALLBACKS = [
     value
     for name in stabilizer.callbacks.__all__
     if inspect.isclass(value := getattr(stabilizer.callbacks, name)) and issubclass(value, StabilizerCallback)
 ]
+COMMON = {"layers": None, "exclude": (), "granularity": "block", "name": "", "strict": False}
+#: Two ranks: what the launcher's process group serves.
+SPREAD_HOSTS = ("lightning.pytorch", "accelerate", "plain")
 
 pytestmark = pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__name__)
+on_every_host = pytest.mark.parametrize("host_name", HOSTS)
 
-COMMON = {"layers": None, "exclude": (), "granularity": "block", "name": "", "strict": False}
+
+def _is_known(tag: str) -> bool:
+    """A tag, one with the name of a layer behind it, or one with the length of a window."""
+    return any(re.fullmatch(rf"{re.escape(known)}(/.+|_\d+)?", tag) for known in tags.ALL_TAGS)
 
 
-def _weights(module: Any) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in module.parameters()]
+def _busy(kind: Any, **options: Any) -> Any:
+    """One that logs all it can at every step, or at every n-th."""
+    every = options.pop("every_n_steps", 1)
+    names = list(inspect.signature(kind).parameters)
+    # Pictures take their time, and no number comes from them.
+    intervals = {name: every for name in names if name.endswith("every_n_steps") and "heatmap" not in name}
+    return kind(**intervals, **{name: 1 for name in names if name == "warmup_steps"}, **options)
+
+
+def _equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_arguments_are_keywords_with_the_common_ones(kind: Any) -> None:
@@ -41,17 +61,6 @@ def test_arguments_are_keywords_with_the_common_ones(kind: Any) -> None:
         assert f"{name}: " in (kind.__doc__ or ""), f"{name} is not documented"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_trains_and_changes_nothing_by_itself(kind: Any, package: str) -> None:
-    """Defaults only observe: the weights are those of a run without the callback, bit for bit."""
-    weights = []
-    for callbacks in ([], [kind()]):
-        module = make_module("transformer", package=package, optimizer="adamw")
-        make_trainer(max_steps=6, package=package, callbacks=callbacks).fit(module)
-        weights.append(_weights(module))
-    assert all(map(torch.equal, *weights))
-
-
 def test_is_a_callback_of_both_packages(kind: Any) -> None:
     import lightning.pytorch
     import pytorch_lightning
@@ -60,47 +69,90 @@ def test_is_a_callback_of_both_packages(kind: Any) -> None:
     assert issubclass(kind, pytorch_lightning.Callback)
 
 
-def test_two_of_a_kind_live_side_by_side(kind: Any, tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    logger = TensorBoardLogger(tmp_path, name="", version="run")
-    make_trainer(callbacks=[kind(), kind(name="again")], logger=logger).fit(make_module("transformer"))
-    logged = set(read_run(tmp_path / "run").scalars) - {"epoch"}
-    ours = {tag for tag in logged if not tag.startswith("again/")}
-    assert {f"again/{tag}" for tag in ours} == logged - ours
-    for tag in ours:
-        assert any(tag == known or tag.startswith(known + "/") for known in tags.ALL_TAGS), f"{tag} is not in tags.py"
+@on_every_host
+def test_trains_and_changes_nothing_by_itself(kind: Any, host_name: str) -> None:
+    """Defaults only observe: the weights are those of a run without the callback, bit for bit."""
+    host, weights = make_host(host_name), []
+    for callbacks in ([], [kind()]):
+        weights.append(host.train(callbacks, num_steps=6))
+        assert [callback.next_step() for callback in callbacks] == [6] * len(callbacks)
+    assert _equal_weights(*weights)
 
 
-def test_state_goes_round(kind: Any, tmp_path: Path) -> None:
+def test_logs_the_same_numbers_at_the_same_steps_on_every_host(kind: Any) -> None:
+    logged = {}
+    for name in HOSTS:
+        host = make_host(name)
+        host.train([_busy(kind, every_n_steps=2)], num_steps=6)
+        logged[name] = host.points
+    expected = logged.pop(HOSTS[0])
+    assert bool(expected) == (kind is not StabilizerCallback), "nothing was logged: the test says nothing"
+    for name, points in logged.items():
+        assert points == expected, name
+
+
+@on_every_host
+def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
+    host = make_host(host_name)
+    host.train([_busy(kind), _busy(kind, name="again")], num_steps=4)
+    ours = {key: value for key, value in host.points.items() if not key[0].startswith("again/")}
+    again = {(f"again/{tag}", step): value for (tag, step), value in ours.items()}
+    assert {**ours, **again} == host.points
+    assert [tag for tag, _ in ours if not _is_known(tag)] == [], "add it to tags.py"
+
+
+@on_every_host
+def test_state_goes_round(kind: Any, host_name: str, tmp_path: Path) -> None:
     callback = kind()
     fresh = callback.state_dict()
-    make_trainer(callbacks=[callback]).fit(make_module("transformer"))
+    make_host(host_name).train([callback])
+    assert callback.next_step() == 3
     for state in (fresh, callback.state_dict()):
         torch.save(state, tmp_path / "state.pt")
         loaded = torch.load(tmp_path / "state.pt", weights_only=True)
         other = kind()
         other.load_state_dict(loaded)
-        assert str(other.state_dict()) == str(state)
-    assert callback.next_step() == 3
+        assert same(other.state_dict(), state)
 
 
-def test_can_be_copied_and_pickled(kind: Any) -> None:
-    callback = kind()
-    make_trainer(callbacks=[callback]).fit(make_module("transformer"))
-    for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
-        assert str(other.state_dict()) == str(callback.state_dict())
+@pytest.mark.parametrize("is_busy", [False, True])
+@on_every_host
+def test_a_resumed_run_is_the_uninterrupted_one(kind: Any, host_name: str, is_busy: bool, tmp_path: Path) -> None:
+    """Bit for bit: weights, states and logged rows. A run that ends may log more at its end."""
+    host, make = make_host(host_name), functools.partial(_busy, kind) if is_busy else kind
+    whole, first, second = make(), make(), make()
+    weights = host.train([whole], num_steps=2 * EPOCH)
+    expected = host.points
+    host.train([first], num_steps=EPOCH, save=tmp_path)
+    before = host.points
+    assert _equal_weights(host.train([second], num_steps=2 * EPOCH, load=tmp_path), weights)
+    assert same(second.state_dict(), whole.state_dict())
+    assert second.next_step() == 2 * EPOCH
+    assert not before.keys() & host.points.keys(), "a step was logged twice"
+    points = {**before, **host.points}
+    assert {key: points.get(key) for key in expected} == expected
+    assert {step for _, step in points.keys() - expected.keys()} <= {EPOCH - 1}
 
 
-def test_ends_more_than_once(kind: Any) -> None:
-    callback = kind()
-    module = make_module("transformer")
-    trainer = make_trainer(callbacks=[callback])
-    trainer.fit(module)
-    callback.on_train_end(trainer, module)
-    callback.on_exception(trainer, module, RuntimeError("late"))
-    callback.teardown(trainer, module, "fit")
-    assert callback.next_step() == 3
+@on_every_host
+def test_can_be_copied_and_pickled_at_any_time(kind: Any, host_name: str) -> None:
+    callback = kind(every_n_steps=1)
+    during, after = Copier(callback), Copier(callback)
+    make_host(host_name).train([callback, during])
+    after.on_step_end(None)  # type: ignore[arg-type]
+    assert len(during.states) == 3
+    for state, *copies in (*during.states, *after.states):
+        assert all(same(made, state) for made in copies)
+
+
+@on_every_host
+def test_ends_more_than_once(kind: Any, host_name: str) -> None:
+    host, callback = make_host(host_name), kind()
+    host.train([callback])
+    state, points = callback.state_dict(), host.points
+    host.end_again([callback])
+    assert same(callback.state_dict(), state)
+    assert host.points == points
 
 
 def test_other_stages_than_fit_are_none_of_its_business(kind: Any) -> None:
@@ -110,25 +162,82 @@ def test_other_stages_than_fit_are_none_of_its_business(kind: Any) -> None:
     assert callback.next_step() == 0
 
 
-def test_an_exception_in_the_training_step_leaves_all_rows_written(kind: Any, tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    module = make_module("transformer")
-    original = module.training_step
-
-    def breaks(batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 2:
-            raise RuntimeError("out of data")
-        return original(batch, batch_idx)
-
-    module.training_step = breaks
-    callback = kind()
-    trainer = make_trainer(callbacks=[callback], logger=TensorBoardLogger(tmp_path, name="", version="run"))
-    with pytest.raises(RuntimeError, match="out of data"):
-        trainer.fit(module)
+@on_every_host
+def test_an_exception_in_the_loop_leaves_all_rows_written(kind: Any, host_name: str) -> None:
+    host, whole, callback = make_host(host_name), _busy(kind), _busy(kind)
+    host.train([whole], num_steps=2)
+    expected = host.points
+    with pytest.raises(OutOfDataError):
+        host.train([callback], breaks_at=2)
+    assert host.points == expected
     assert callback.next_step() == 2
-    for points in read_run(tmp_path / "run").ours().values():
-        assert set(points) <= {0, 1}
-    module.training_step = original
-    make_trainer(callbacks=[callback]).fit(module)
-    assert callback.next_step() == 5
+    assert same(callback.state_dict(), whole.state_dict())
+    host.train([callback])
+    assert callback.next_step() == 5, "it does not go on"
+
+
+def _failing(kind: Any, **options: Any) -> Any:
+    def on_gradients(self: Any, context: Any) -> None:
+        kind.on_gradients(self, context)
+        if context.step == 1:
+            raise RuntimeError("a fault of ours")
+
+    return type("Failing", (kind,), {"on_gradients": on_gradients})(every_n_steps=1, **options)
+
+
+@on_every_host
+def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pytest.LogCaptureFixture) -> None:
+    host = make_host(host_name)
+    weights = host.train([])
+    callback, sound = _failing(kind), kind(every_n_steps=1, name="sound")
+    with caplog.at_level(logging.ERROR, "stabilizer"):
+        assert _equal_weights(host.train([callback, sound]), weights)
+    [record] = [record for record in caplog.records if record.name.startswith("stabilizer")]
+    assert record.getMessage().startswith("Failing.on_gradients failed at step 1")
+    assert callback.has_failed
+    assert not sound.has_failed
+    assert sound.next_step() == 3
+    own = {step for tag, step in host.points if not tag.startswith("sound/")}
+    assert own <= {0, 1}
+    assert {step for tag, step in host.points if tag.startswith("sound/")} == ({0, 1, 2} if own else set())
+
+
+@on_every_host
+def test_its_failure_ends_the_run_if_it_is_strict(kind: Any, host_name: str) -> None:
+    host = make_host(host_name)
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        host.train([_failing(kind, strict=True)])
+    assert {step for _, step in host.points} <= {0, 1}
+
+
+@on_every_host
+def test_the_environment_turns_it_off(kind: Any, host_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, callback = make_host(host_name), kind(every_n_steps=1)
+    weights = host.train([])
+    fresh = callback.state_dict()
+    monkeypatch.setenv("STABILIZER_DISABLE", "1")
+    with pytest.warns(StabilizerWarning, match=f"STABILIZER_DISABLE is set: {kind.__name__} do nothing"):
+        assert _equal_weights(host.train([callback]), weights)
+    assert host.points == {}
+    assert same(callback.state_dict(), fresh)
+
+
+def _spread(rank: int, world_size: int, kind: Any, host_name: str) -> tuple[Any, Any, Any]:
+    host, callback = make_host(host_name, rank=rank, num_ranks=world_size), _busy(kind)
+    plain, weights = host.train([]), host.train([callback])
+    assert _equal_weights(plain, weights), "the callback changed the weights"
+    return weights, callback.state_dict(), host.points
+
+
+def test_two_processes_decide_alike_and_one_of_them_logs(kind: Any) -> None:
+    logged = {}
+    for name in SPREAD_HOSTS:
+        (weights, state, logged[name]), (others, other, silence) = run_distributed(_spread, kind, name)
+        assert _equal_weights(weights, others)
+        assert same(state, other)
+        assert state["steps"] == {"0": 3}
+        assert silence == {}
+    expected = logged.pop(SPREAD_HOSTS[0])
+    assert {step for _, step in expected} == (set() if kind is StabilizerCallback else {0, 1, 2})
+    for name, points in logged.items():
+        assert points == pytest.approx(expected, rel=1e-6), name

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stabilizer.callbacks import GradNormCallback, StabilizerCallback, StepContext
+from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, StabilizerCallback, StepContext
+from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.suite import Suite
+from stabilizer.tally import LossTally
 from tests.counting import Calls, HostReadError, count_collectives, fake_cuda, host_may_wait
 from tests.launcher import run_distributed
 from tests.lightning_models import make_module, make_trainer
@@ -45,13 +47,19 @@ class Reads(StabilizerCallback):
         context.log("reads/largest", context.store.norms.max())
 
 
-def count(rank: int, world_size: int, strategy: str, window: tuple[int, int]) -> tuple[Counter[str], list[int]]:
+NORMS = [GradNormCallback(), Reads(granularity="parameter"), Reads(name="again")]
+LOSSES = [*NORMS, LossMeanVarCallback(), LossMeanVarCallback(weight="samples", name="again")]
+
+
+def count(
+    rank: int, world_size: int, strategy: str, window: tuple[int, int], callbacks: list[StabilizerCallback]
+) -> tuple[Counter[str], list[int]]:
     """Collectives that callbacks add within some steps, and the bytes of the largest tensor of each."""
     calls = []
-    for callbacks in ([], [GradNormCallback(), Reads(granularity="parameter"), Reads(name="again")]):
+    for ours in ([], callbacks):
         counted = Window(*window)
         style = "sp" if strategy == "sp" else "tp"
-        trainer = make_trainer(strategy, devices=world_size, max_steps=9, callbacks=[*callbacks, counted])
+        trainer = make_trainer(strategy, devices=world_size, max_steps=9, callbacks=[*ours, counted])
         trainer.fit(make_module("transformer", tensor_style=style))
         calls.append(counted.calls)
     without, with_ours = calls
@@ -72,15 +80,24 @@ def count(rank: int, world_size: int, strategy: str, window: tuple[int, int]) ->
     ],
 )
 def test_collectives_of_three_quiet_steps(strategy: str, expected: dict[str, int]) -> None:
-    for added, sizes in run_distributed(count, strategy, QUIET):
+    for added, sizes in run_distributed(count, strategy, QUIET, NORMS):
         assert added == expected
         # 7 layers, 48 parameters, 5 flags, in float64; the Partial sum holds the 18 norms' weights and biases.
         largest = 8 * (48 + 5) if strategy != "sp" else 4 * 18 * 16
         assert all(size <= largest for size in sizes), sizes
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_losses_travel_with_the_norms(strategy: str) -> None:
+    """One collective a step, whatever looks at the loss; under DDP it holds the losses alone."""
+    for added, sizes in run_distributed(count, strategy, QUIET, LOSSES):
+        assert added == {"c10d.allreduce_.default": 3}
+        # Two kinds of weight: two sums each, and two counts; 7 flags.
+        assert sizes == [8 * 6 if strategy == "ddp" else 8 * (48 + 7 + 6)] * 3
+
+
 def test_ranks_under_ddp_compare_their_gradients_now_and_then() -> None:
-    for added, _ in run_distributed(count, "ddp", (3, 7)):
+    for added, _ in run_distributed(count, "ddp", (3, 7), NORMS):
         assert sum(added.values()) == 1, "step 4 is the only one between 3 and 7"
 
 
@@ -109,17 +126,29 @@ def _fake_suite(callbacks: list[StabilizerCallback]) -> Suite:
     return suite
 
 
+# Making a metric copies its fake defaults.
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_the_host_never_waits_for_the_device() -> None:
     """A read of a CUDA tensor raises here, and every step logs the total, every tenth all layers."""
     everything = [
         GradNormCallback(),
         GradNormCallback(name="a", layers=[0, -1], granularity="module", layer_every_n_steps=1),
         GradNormCallback(name="b", norm_type="inf", max_abs_every_n_steps=3, heatmap_every_n_steps=5),
+        LossMeanVarCallback(every_n_steps=4, warmup_steps=0, windows=(2, 5)),
+        LossMeanVarCallback(name="c", weight="tokens", every_n_steps=1),
     ]
     with fake_cuda():
         suite = _fake_suite(list(everything))
         for step in range(1, 12):
-            suite.run(grad_scale=torch.full((), 2.0, device="cuda"), is_scaled=step % 2 == 0)
+            tally = LossTally(["auto", "tokens"])
+            tally.begin({"labels": torch.zeros(2, 3, dtype=torch.int64, device="cuda")})
+            tally.add(torch.ones((), device="cuda"), scale=torch.full((), 2.0, device="cuda"))
+            suite.run(
+                grad_scale=torch.full((), 2.0, device="cuda"),
+                is_scaled=step % 2 == 0,
+                losses=tally.take(),
+                position=Position(step, 1, 1),
+            )
             suite.after_clip(max_norm=0.5)
             suite.after_clip(max_norm=None)
             suite.finish()

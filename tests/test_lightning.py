@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from stabilizer.callbacks import GradNormCallback
-from stabilizer.names import layer_names
+from stabilizer.errors import StabilizerWarning
 from tests import reference
 from tests.event_files import Run, read_run
 from tests.launcher import run_distributed
 from tests.lightning_models import expected_batches, make_module, make_trainer
 from tests.models import make_transformer, reference_gradients
+from tests.reference_run import reference_run
 
 TOLERANCE = 1e-5
 WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp1": 2, "fsdp2": 2, "tp": 2, "sp": 2, "fsdp2_tp": 4}
@@ -57,18 +57,11 @@ def _reference(
     num_steps: int, *, num_ranks: int, num_micro_batches: int = 1, **options: Any
 ) -> tuple[list[dict[str, float]], list[float]]:
     """Norms of a single-process float64 run of plain SGD."""
-    model: nn.Module = make_transformer(**options).double()
-    layers, totals = [], []
-    for step in range(num_steps):
-        batches = expected_batches("transformer", step, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
-        gradients = reference_gradients(model, batches)
-        names = dict(zip(gradients, layer_names([f"model.{name}" for name in gradients]), strict=True))
-        layers.append(reference.layer_norms(gradients, names.__getitem__))
-        totals.append(reference.total_norm(gradients))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if (gradient := gradients.get(name)) is not None:
-                    parameter -= 0.05 * gradient
+    steps = [
+        expected_batches("transformer", step, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+        for step in range(num_steps)
+    ]
+    layers, totals, _ = reference_run(steps, prefix="model.", **options)
     return layers, totals
 
 
@@ -125,14 +118,14 @@ def test_accumulation_with_a_short_last_window(strategy: str, accumulation: int,
     options = {"accumulate_grad_batches": accumulation, "max_steps": -1, "max_epochs": 1}
     # One micro-batch fewer than two whole windows.
     length = (2 * accumulation - 1) * 3 * ranks
-    [result, *_] = run_distributed(
-        fit,
-        str(tmp_path),
-        strategy=strategy,
-        trainer_options=options,
-        module_options={"length": length},
-        world_size=WORLD_SIZES[strategy],
-    )
+    run_it = functools.partial(fit, strategy=strategy, trainer_options=options, module_options={"length": length})
+    if strategy == "single":
+        with pytest.warns(
+            StabilizerWarning, match=f"step 1 .*{accumulation - 1} micro-batch.* divided by {accumulation}"
+        ):
+            result = run_it(0, 1, str(tmp_path))
+    else:
+        [result, *_] = run_distributed(run_it.func, str(tmp_path), **run_it.keywords, world_size=WORLD_SIZES[strategy])
     assert result["steps"] == [0, 1]
     _, totals = _reference(1, num_ranks=ranks, num_micro_batches=accumulation)
     assert result["totals"][0] == pytest.approx(totals[0], rel=TOLERANCE)

@@ -98,7 +98,7 @@ def test_metadata(wheel: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     base = {re.split(r"[^\w-]", text)[0] for text in metadata.get_all("Requires-Dist") if "extra ==" not in text}
-    assert base == {"torch", "torchmetrics", "jsonargparse", "rich", "tensorboard"}
+    assert base == {"torch", "torchmetrics", "jsonargparse", "PyYAML", "rich", "tensorboard"}
     extras = {"accelerate", "all", "dev", "lightning", "plots", "transformers"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
@@ -116,7 +116,7 @@ print(stabilizer.callbacks.__file__)
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_imports_from_an_installation(kind: str, tree: Path, wheel: Path, tmp_path: Path) -> None:
     environment, empty = tmp_path / "environment", tmp_path / "empty"
-    site = make_environment(environment, distributions=closure(["torch", "numpy"]))
+    site = make_environment(environment, distributions=closure(["torch", "numpy", "torchmetrics"]))
     empty.mkdir()
     install_wheel(wheel if kind == "wheel" else build(tree, tmp_path / "built", kind=kind), site)
     where = Path(run_python(environment, IMPORTS, cwd=empty).strip())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stabilizer import GradientStore, ParameterIndex, gradient_norms
-from stabilizer.callbacks import StabilizerCallback, StepContext
+from stabilizer.callbacks import LossMeanVarCallback, StabilizerCallback, StepContext
+from stabilizer.callbacks.context import Position
 from tests import reference
+from tests.accelerate_loops import Recorder
 from tests.event_files import read_run
 from tests.field_reports.helpers import (
     TOLERANCE,
@@ -22,19 +23,17 @@ from tests.field_reports.helpers import (
     fit,
     norm_logger,
     our_warnings,
-    reference_run,
-    remembered,
-    train,
 )
-from tests.launcher import run_distributed
 from tests.lightning_models import Samples, expected_batches, make_module
 from tests.lightning_variants import Plain
-from tests.models import Batch, loss_of, make_mlp, make_transformer, mlp_batch, reference_gradients, token_batch
-from tests.sharding import shard_fsdp2
+from tests.models import Batch, loss_of, make_mlp, make_transformer, mlp_batch, reference_gradients
 
 
 def _totals(folder: Path) -> dict[int, float]:
     return read_run(folder / "run").scalars["grad_norm/total"]
+
+
+_SHORT = "step 2 (batch 9) has 2 micro-batches, but each loss is divided by 4: its gradient i"
 
 
 def test_B026_a_short_last_window_is_measured_as_it_is_and_left_as_it_is(tmp_path: Path) -> None:
@@ -42,12 +41,18 @@ def test_B026_a_short_last_window_is_measured_as_it_is_and_left_as_it_is(tmp_pat
     weights = []
     for name, callbacks in (("with", [norm_logger()]), ("without", [])):
         module = make_module("transformer", length=10 * 3)
-        fit(module, tmp_path / name, callbacks=callbacks, **options)
+        with our_warnings() as messages:
+            fit(module, tmp_path / name, callbacks=callbacks, **options)
         weights.append([parameter.detach() for parameter in module.parameters()])
+        assert [message[:83] for message in messages] == [_SHORT] * len(callbacks)
     assert all(map(torch.equal, *weights)), "the callback changed a gradient"
 
-    module = make_module("transformer", length=10 * 3, learning_rate=0.0)
-    fit(module, tmp_path / "still", callbacks=[norm_logger()], **options)
+    module, recorder = make_module("transformer", length=10 * 3, learning_rate=0.0), Recorder(strict=True)
+    with our_warnings() as messages:
+        fit(module, tmp_path / "still", callbacks=[norm_logger(), recorder], **options)
+    assert len(messages) == 1, "told once for all callbacks"
+    assert recorder.positions == [Position(3, 4, 4), Position(7, 4, 4), Position(9, 2, 4)]
+    assert [position.is_short for position in recorder.positions] == [False, False, True]
     # Lightning divides the loss by 4 in the last window too, though only two micro-batches are left.
     windows = [expected_batches("transformer", step, num_micro_batches=4) for step in range(3)]
     gradients = [reference_gradients(make_transformer(), window) for window in (*windows[:2], windows[2][:2])]
@@ -76,6 +81,10 @@ def test_B032_one_norm_of_the_full_sum_of_micro_batches_that_cancel(tmp_path: Pa
         assert total < 0.8 * reference.total_norm(alone), "nothing cancels: the test says nothing"
 
 
+def _loss_window(**options: Any) -> LossMeanVarCallback:
+    return LossMeanVarCallback(**{"windows": [2], "every_n_steps": 1, "warmup_steps": 0, "strict": True, **options})
+
+
 class AnyBatchSize(Plain):
     """The same 24 samples, in micro-batches of any size.
 
@@ -93,14 +102,18 @@ class AnyBatchSize(Plain):
 
 
 @covers("single")
-def test_B033_norms_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
+def test_B033_norms_and_losses_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
     runs = {}
     for accumulation in (1, 2, 4):
         folder = tmp_path / str(accumulation)
         options: dict[str, Any] = {"accumulate_grad_batches": accumulation, "max_steps": 2}
-        fit(AnyBatchSize(12 // accumulation), folder, callbacks=[norm_logger()], **options)
-        runs[accumulation] = read_run(folder / "run").ours()
-    assert len(runs[1]) == 9
+        fit(AnyBatchSize(12 // accumulation), folder, callbacks=[norm_logger(), _loss_window()], **options)
+        scalars = read_run(folder / "run").scalars
+        # The extremes are those of micro-batches, which differ.
+        named = {tag: points for tag, points in scalars.items() if tag.startswith(("grad_norm/", "loss/mean_"))}
+        assert named["loss/mean_2"].keys() == {0, 1}
+        runs[accumulation] = named
+    assert len(runs[1]) == 9 + 1
     for accumulation in (2, 4):
         assert runs[accumulation].keys() == runs[1].keys()
         for tag, points in runs[1].items():
@@ -108,16 +121,21 @@ def test_B033_norms_do_not_depend_on_how_a_batch_is_cut(tmp_path: Path) -> None:
 
 
 class Count(StabilizerCallback):
-    """Notes the steps at which it is called."""
+    """Notes the steps at which it is called, and how many losses they have."""
+
+    loss_weight = "samples"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.before: list[int] = []
         self.after: list[int] = []
+        self.num_losses: list[float] = []
 
     def on_gradients(self, context: StepContext) -> None:
         """Before the step."""
         self.before.append(context.step)
+        assert context.loss is not None
+        self.num_losses.append(context.loss.num_seen.item())
 
     def on_step_end(self, context: StepContext) -> None:
         """After it."""
@@ -130,61 +148,35 @@ def test_B069_every_hook_of_ours_runs_once_an_optimizer_step(tmp_path: Path) -> 
     fit(module, tmp_path, callbacks=[count, norm_logger()], accumulate_grad_batches=3, max_steps=3)
     assert len(module.losses) == 9
     assert count.before == count.after == [0, 1, 2]
+    assert count.num_losses == [3, 3, 3], "every micro-batch has a loss"
     assert {tuple(points) for points in read_run(tmp_path / "run").ours().values()} == {(0, 1, 2)}
 
 
-class TwoMicroBatches(Plain):
-    """Manual accumulation over two micro-batches; one of them is synchronized, and it should be the last.
-
-    Args:
-        synchronized: Which.
-    """
-
-    def __init__(self, synchronized: int) -> None:
-        super().__init__(make_mlp())
-        self.automatic_optimization = False
-        self.synchronized = synchronized
-
-    def training_step(self, batch: Batch, batch_index: int) -> None:
-        """All by hand."""
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for number in range(2):
-            is_silent = number != self.synchronized
-            with self.trainer.strategy.model.no_sync() if is_silent else contextlib.nullcontext():
-                batch = mlp_batch(self.global_rank, step=batch_index, micro_batch=number)
-                self.manual_backward(loss_of(self.model, batch))
-        optimizer.step()
+def _not_finite_at(bad: int) -> Any:
+    # The gradient is what it should be: a number is added.
+    return lambda module, batch, number: loss_of(module.model, batch) + (torch.nan if number == bad else 0)
 
 
-def accumulate_by_hand(rank: int, world_size: int, folder: str, synchronized: int) -> tuple[list[str], list[Tensor]]:
-    module = TwoMicroBatches(synchronized)
-    with our_warnings() as messages:
-        fit(module, folder, strategy="ddp", devices=world_size, callbacks=[norm_logger()], max_steps=5)
-    return messages, [p.detach() for p in module.parameters()]
-
-
-@covers("ddp")
-def test_B077_gradients_that_differ_between_ranks_are_said(tmp_path: Path) -> None:
-    (wrong, first), (_, second) = run_distributed(accumulate_by_hand, str(tmp_path / "wrong"), 0)
-    assert not all(map(torch.equal, first, second)), "the ranks' models have not drifted apart"
-    [message] = wrong
-    assert message.startswith("cross-rank check: gradients differ between ranks at step 0")
-    assert "no_sync()" in message
-    (right, first), (_, second) = run_distributed(accumulate_by_hand, str(tmp_path / "right"), 1)
-    assert all(map(torch.equal, first, second))
-    assert right == []
-
-
-def test_B088_every_series_has_the_optimizer_step_as_its_axis(tmp_path: Path) -> None:
+def test_B088_every_series_and_alarm_has_the_optimizer_step_as_its_axis(tmp_path: Path) -> None:
     callbacks = [norm_logger(heatmap_every_n_steps=4, max_abs_every_n_steps=1), norm_logger(name="second")]
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": -1, "max_epochs": 1}
-    trainer = fit(make_module("transformer", length=20 * 3), tmp_path, callbacks=callbacks, **options)
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 10}
+    with our_warnings() as messages:
+        trainer = fit(Plain(loss=_not_finite_at(7)), tmp_path, callbacks=[*callbacks, _loss_window()], **options)
     assert trainer.global_step == 10
     run = read_run(tmp_path / "run")
     assert len(run.ours()) == 2 * 9 + 7
     assert {tuple(points) for points in run.ours().values()} == {tuple(range(10))}
+    losses = {tag: tuple(points) for tag, points in run.scalars.items() if tag.startswith("loss/")}
+    # A deviation and a slope take three losses.
+    late = {tag for tag in losses if "std" in tag or "slope" in tag}
+    assert len(late) == 3
+    assert len(losses) == 3 + 5
+    assert losses == {tag: tuple(range(2 if tag in late else 0, 10)) for tag in losses}
     assert run.pictures == {"grad_norm/heatmap": [4, 8, 9]}
+    # The eighth batch is the second of the fourth step; its chart shows it there.
+    [message] = messages
+    assert message.startswith("step 3 (batch 7): the loss is not finite on rank 0 (1 micro-batch since")
+    assert run.scalars["loss/nonfinite"] == {step: float(step >= 3) for step in range(10)}
 
 
 def test_B094_a_generator_given_once_serves_every_step() -> None:
@@ -204,74 +196,3 @@ def test_B094_a_generator_given_once_serves_every_step() -> None:
     for function in (ParameterIndex, gradient_norms):
         with pytest.raises(ValueError, match=r"^0 of 0 parameters"):
             function([])
-
-
-def accumulate_without_sync(rank: int, world_size: int) -> list[Any]:
-    model = shard_fsdp2(make_transformer())
-    results: list[Any] = []
-    for step in range(2):
-        model.zero_grad()
-        for number in range(2):
-            model.set_requires_gradient_sync(number == 1)
-            (loss_of(model, token_batch(rank, step=step, micro_batch=number)) / 2).backward()
-            if number == 0:
-                results.append(all(p.grad is None for p in model.parameters()))
-        norms = gradient_norms(model)
-        results.append((dict(zip(norms.layer_names, norms.norms.tolist(), strict=True)), norms.total_norm.item()))
-    return results
-
-
-class WithoutSync(TwoMicroBatches):
-    """The same under FSDP2."""
-
-    def configure_model(self) -> None:
-        """Shard, once."""
-        if not hasattr(self.model, "set_requires_gradient_sync"):
-            shard_fsdp2(self.model, mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch: Batch, batch_index: int) -> None:
-        """All by hand."""
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for number in range(2):
-            self.model.set_requires_gradient_sync(number == 1)
-            batch = mlp_batch(self.global_rank, step=batch_index, micro_batch=number)
-            self.manual_backward(loss_of(self.model, batch) / 2)
-        optimizer.step()
-
-
-def fit_without_sync(rank: int, world_size: int, folder: str) -> tuple[list[str], dict[str, Any]]:
-    callback = norm_logger(max_abs_every_n_steps=1)
-    with our_warnings() as messages:
-        fit(WithoutSync(1), folder, strategy="fsdp2", devices=world_size, callbacks=[callback])
-    return messages, remembered(callback)
-
-
-@covers("fsdp2")
-@covers("fsdp2", "plain")
-def test_B123_fsdp2_hides_gradients_until_the_last_micro_batch(tmp_path: Path) -> None:
-    pairs = [(rank, number) for rank in range(2) for number in range(2)]
-    for hidden, _, also_hidden, (layers, total) in run_distributed(accumulate_without_sync):
-        assert hidden is also_hidden is True
-        batches = [token_batch(rank, step=1, micro_batch=number) for rank, number in pairs]
-        gradients = reference_gradients(make_transformer(), batches)
-        assert total == pytest.approx(reference.total_norm(gradients), rel=TOLERANCE)
-        assert len(layers) == 7
-        assert all(norm > 0 for norm in layers.values())
-
-    gradients = reference_gradients(make_mlp(), [mlp_batch(rank, step=0, micro_batch=number) for rank, number in pairs])
-    for messages, result in run_distributed(fit_without_sync, str(tmp_path)):
-        assert messages == []
-        assert result["steps"] == [0, 1, 2]
-        assert result["totals"][0] == pytest.approx(reference.total_norm(gradients), rel=TOLERANCE)
-    scalars = read_run(tmp_path / "run").ours()
-    assert set(scalars.pop("grad_norm/nonfinite").values()) == {0}
-    assert all(value > 0 for points in scalars.values() for value in points.values())
-
-
-@covers("fsdp2")
-def test_B123_lightning_s_own_accumulation_under_fsdp2(tmp_path: Path) -> None:
-    expected = reference_run("transformer", num_ranks=2, num_micro_batches=2)
-    for result in run_distributed(train, str(tmp_path), "fsdp2", kind="transformer", accumulate_grad_batches=2):
-        assert result["totals"] == pytest.approx(expected.totals, rel=TOLERANCE)
-        assert result["warnings"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stabilizer.callbacks import GradNormCallback
+from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, attach
+from stabilizer.callbacks.state_files import load_states
+from stabilizer.errors import StabilizerWarning
+from tests.accelerate_loops import make_accelerator, prepared, train
 from tests.event_files import read_run
 from tests.field_reports.helpers import LEARNING_RATE, TOLERANCE, covers, fit, norm_logger, reference_run, remembered
-from tests.lightning_models import BATCH_SIZE, make_loader, make_module
-from tests.models import Batch, loss_of, make_mlp
+from tests.lightning_models import BATCH_SIZE, expected_batches, make_loader, make_module
+from tests.models import Batch, loss_of, make_mlp, token_batch
+from tests.states import Copier, same
 
 
 def _is_plain(value: Any) -> bool:
@@ -28,9 +33,10 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool, Tensor)
 
 
-def _everything() -> list[GradNormCallback]:
+def _everything() -> list[Any]:
     first = norm_logger(heatmap_every_n_steps=2, max_abs_every_n_steps=2, granularity={"bias$": "biases"})
-    return [first, norm_logger(name="largest", norm_type=float("inf"), layers=["model.first"], history=4)]
+    second = norm_logger(name="largest", norm_type=float("inf"), layers=["model.first"], history=4)
+    return [first, second, LossMeanVarCallback(windows=(2, 5), every_n_steps=1, warmup_steps=0)]
 
 
 def _short_epochs() -> Any:
@@ -43,17 +49,19 @@ def test_B005_a_checkpoint_holds_plain_types_only_and_resumes(tmp_path: Path) ->
     path = tmp_path / "step3.ckpt"
     fit(_short_epochs(), tmp_path, version="first", callbacks=_everything(), max_steps=3).save_checkpoint(path)
     states = torch.load(path, weights_only=True)["callbacks"]
-    assert sorted(states) == ["GradNormCallback", "GradNormCallback[largest]"]
+    assert sorted(states) == ["GradNormCallback", "GradNormCallback[largest]", "LossMeanVarCallback"]
     assert _is_plain(states)
     assert states["GradNormCallback"]["extra"]["history"]["0"]["norms"].shape == (3, 4)
 
     whole, resumed = _everything(), _everything()
     fit(_short_epochs(), tmp_path, version="whole", callbacks=whole, max_steps=6)
     fit(_short_epochs(), tmp_path, version="second", callbacks=resumed, max_steps=6, ckpt_path=path)
-    assert [remembered(callback) for callback in resumed] == [remembered(callback) for callback in whole]
-    runs = {name: read_run(tmp_path / name) for name in ("whole", "second")}
-    for tag, points in runs["second"].ours().items():
-        assert points == {step: value for step, value in runs["whole"].scalars[tag].items() if step >= 3}, tag
+    for again, once in zip(resumed, whole, strict=True):
+        assert same(again.state_dict(), once.state_dict())
+    scalars = {name: read_run(tmp_path / name).scalars for name in ("whole", "second")}
+    for tag, points in scalars["second"].items():
+        assert points == {step: value for step, value in scalars["whole"][tag].items() if step >= 3}, tag
+    assert "loss/slope_5" in scalars["second"]
 
 
 @covers("single")
@@ -67,6 +75,30 @@ def test_B009_each_of_two_callbacks_gets_its_own_state_back(tmp_path: Path) -> N
     fit(_short_epochs(), tmp_path, version="second", callbacks=loaded[::-1], max_steps=6, ckpt_path=path)
     assert [remembered(callback) for callback in loaded] == [remembered(callback) for callback in saved]
     assert [remembered(callback)["steps"] for callback in loaded] == [[4, 5], [0, 1, 2, 3, 4, 5]]
+
+
+@covers("single")
+def test_B009_each_of_two_loss_windows_gets_its_own_state_back(tmp_path: Path) -> None:
+    def callbacks(**options: Any) -> list[LossMeanVarCallback]:
+        return [LossMeanVarCallback(windows=[window], name=f"last_{window}", **options) for window in (8, 64)]
+
+    path, saved, loaded = tmp_path / "step12.ckpt", callbacks(every_n_steps=4), callbacks(every_n_steps=4)
+    fit(_short_epochs(), tmp_path, version="first", callbacks=saved, max_steps=12).save_checkpoint(path)
+    states = torch.load(path, weights_only=True)["callbacks"]
+    assert sorted(states) == ["LossMeanVarCallback[last_64]", "LossMeanVarCallback[last_8]"]
+    # In another order: what counts is the name.
+    fit(_short_epochs(), tmp_path, version="second", callbacks=loaded[::-1], max_steps=12, ckpt_path=path)
+    for again, once in zip(loaded, saved, strict=True):
+        assert same(again.state_dict(), once.state_dict())
+    short, long = (callback.statistics() for callback in loaded)
+    assert short.keys() != long.keys()
+    assert short["mean_8"] < long["mean_64"], "the loss falls: the last 8 steps lie below all 12"
+    # A state finds its callback though unrelated options have changed, and says so.
+    others = callbacks(every_n_steps=3, warmup_steps=5)
+    assert [callback.state_key for callback in others] == [callback.state_key for callback in saved]
+    with pytest.warns(StabilizerWarning, match="every_n_steps: 4 -> 3"):
+        others[0].load_state_dict(states[others[0].state_key])
+    assert others[0].statistics() == short
 
 
 def test_B009_the_key_of_a_state_is_class_and_name_alone() -> None:
@@ -113,6 +145,17 @@ def test_B078_callbacks_can_be_pickled_and_copied_at_any_time(tmp_path: Path) ->
     assert remembered(last)["steps"] == [0, 1, 2, 3, 4, 5]
 
 
+def test_B078_loss_windows_can_be_pickled_and_copied_at_any_time(tmp_path: Path) -> None:
+    losses = LossMeanVarCallback(windows=(2, 5), every_n_steps=3)
+    copier = Copier(losses)
+    fit(make_module("mlp"), tmp_path, callbacks=[losses, copier])
+    copier.on_step_end(None)  # type: ignore[arg-type]
+    assert len(copier.states) == 4
+    for state, *copies in copier.states:
+        assert all(same(made, state) for made in copies)
+    fit(make_module("mlp"), tmp_path, version="again", callbacks=[copy.deepcopy(losses)])
+
+
 class Spawned(pl.LightningModule):
     """The usual module as a class that a new process can import."""
 
@@ -141,7 +184,7 @@ def test_B078_callbacks_travel_to_spawned_processes(tmp_path: Path) -> None:
         strategy="ddp_spawn",
         devices=2,
         max_steps=3,
-        callbacks=[norm_logger()],
+        callbacks=[norm_logger(), LossMeanVarCallback(windows=(2, 3), every_n_steps=1)],
         logger=pl.loggers.TensorBoardLogger(tmp_path, name="", version="run"),
         use_distributed_sampler=False,
         enable_checkpointing=False,
@@ -150,8 +193,11 @@ def test_B078_callbacks_travel_to_spawned_processes(tmp_path: Path) -> None:
     )
     trainer.fit(Spawned())
     expected = reference_run(num_ranks=2)
-    totals = read_run(tmp_path / "run").scalars["grad_norm/total"]
-    assert list(totals.values()) == pytest.approx(expected.totals, rel=TOLERANCE)
+    scalars = read_run(tmp_path / "run").scalars
+    assert list(scalars["grad_norm/total"].values()) == pytest.approx(expected.totals, rel=TOLERANCE)
+    batches = expected_batches("mlp", 0, num_ranks=2)
+    mean = sum(loss_of(make_mlp(), batch).item() for batch in batches) / 2
+    assert scalars["loss/mean_3"][0] == pytest.approx(mean, rel=TOLERANCE)
 
 
 class Saves(pl.Callback):
@@ -181,3 +227,44 @@ def test_B116_states_do_not_grow_and_the_latest_is_restored(tmp_path: Path) -> N
     assert len(sizes) == 1
     fit(make_module("mlp"), tmp_path, version="second", callbacks=loaded, max_steps=8, ckpt_path=tmp_path / "8.ckpt")
     assert [remembered(callback) for callback in loaded] == [remembered(callback) for callback in saved]
+
+
+def _accelerate_run(
+    folder: Path, callbacks: Sequence[Any], steps: range, *, load: Path | None = None, save_from: int = 99
+) -> None:
+    accelerator = make_accelerator()
+    model, optimizer = prepared(accelerator, optimizer="adamw")
+
+    def save(number: int) -> None:
+        if steps[number] >= save_from:
+            accelerator.save_state(str(folder / str(steps[number])))
+
+    with attach(accelerator, model=model, optimizer=optimizer, callbacks=callbacks, log=lambda *row: None):
+        if load is not None:
+            accelerator.load_state(str(load))
+        train(accelerator, model, optimizer, [token_batch(step=step) for step in steps], after_step=save)
+
+
+@covers("single", "accelerate")
+def test_B116_accelerate_s_states_do_not_grow_and_the_latest_is_restored(tmp_path: Path) -> None:
+    def callbacks() -> list[Any]:
+        short, long = (
+            LossMeanVarCallback(windows=[window], every_n_steps=1, name=f"last_{window}") for window in (2, 4)
+        )
+        return [short, long, norm_logger(history=3)]
+
+    saved, loaded, whole = callbacks(), callbacks(), callbacks()
+    _accelerate_run(tmp_path, saved, range(8), save_from=3)
+    folders = sorted(tmp_path.iterdir())
+    assert [folder.name for folder in folders] == ["3", "4", "5", "6", "7"]
+    sizes = {
+        tuple((folder / f"stabilizer.{end}").stat().st_size for end in ("json", "safetensors")) for folder in folders
+    }
+    assert len(sizes) == 1
+    states = load_states(folders[-1])
+    assert sorted(states) == ["GradNormCallback", "LossMeanVarCallback[last_2]", "LossMeanVarCallback[last_4]"]
+    _accelerate_run(tmp_path, loaded, range(8, 10), load=folders[-1])
+    _accelerate_run(tmp_path, whole, range(10))
+    for again, once, before in zip(loaded, whole, saved, strict=True):
+        assert same(states[before.state_key], before.state_dict())
+        assert same(again.state_dict(), once.state_dict())

@@ -1,0 +1,79 @@
+"""What happens when our own code fails: told once, agreed on by all ranks, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stabilizer.callbacks.agreement import Agreement
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.errors import logger
+from stabilizer.reduction import rank
+
+__all__ = ["Failures"]
+
+
+class Failures:
+    """Takes exceptions of callbacks and of the suite.
+
+    Args:
+        callbacks: In the order of their numbers.
+        agreement: Tells the other ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[StabilizerCallback], agreement: Agreement) -> None:
+        self._callbacks, self._agreement = callbacks, agreement
+        self._has_reported = False
+
+    def of_callback(self, number: int, what: str, error: Exception, *, step: int) -> None:
+        """Turn a callback off, unless it is strict.
+
+        Args:
+            number: Of the callback.
+            what: What it was doing.
+            error: What it raised.
+            step: The optimizer step.
+
+        Raises:
+            Exception: The error, if the callback is strict.
+        """
+        callback = self._callbacks[number]
+        if callback.strict:
+            raise error
+        if not callback.has_failed:
+            self.report(f"{type(callback).__name__}.{what}", error, step=step)
+        callback.has_failed = True
+        self._agreement.fail(number)
+
+    def of_measuring(self, error: Exception, *, step: int) -> None:
+        """Turn everything off when the ranks have agreed, unless a callback is strict.
+
+        Args:
+            error: What local statistics failed with.
+            step: The optimizer step.
+
+        Raises:
+            Exception: The error, if a callback is strict.
+        """
+        if any(callback.strict for callback in self._callbacks):
+            raise error
+        if not self._has_reported:
+            self._has_reported = True
+            self.report("measuring gradients", error, step=step)
+        self._agreement.measuring_failed()
+
+    @staticmethod
+    def report(what: str, error: Exception, *, step: int) -> None:
+        """Log a failure with its traceback.
+
+        Args:
+            what: What failed.
+            error: How.
+            step: The optimizer step.
+        """
+        logger.error(
+            "%s failed at step %d on rank %d; it is off from now on, training goes on (strict=True would end the run)",
+            what,
+            step,
+            rank(),
+            exc_info=error,
+        )

@@ -1,0 +1,116 @@
+"""What all hosts have in common: what they refuse, how gradients are scaled, how a method is shadowed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.errors import logger, warn
+from stabilizer.late import Sink
+
+__all__ = ["arrange_charts", "is_disabled", "refuse_optimizers", "scale_still_in", "stand_before"]
+
+
+def is_disabled(callbacks: Sequence[StabilizerCallback]) -> bool:
+    """Whether the environment turns everything off; says so.
+
+    Args:
+        callbacks: Those that will do nothing.
+    """
+    if os.environ.get("STABILIZER_DISABLE", "").strip().lower() in ("", "0", "false", "no"):
+        return False
+    names = sorted({type(callback).__name__ for callback in callbacks})
+    warn(f"STABILIZER_DISABLE is set: {', '.join(names)} do nothing in this run")
+    return True
+
+
+def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise for optimizers whose steps have no one gradient.
+
+    Args:
+        optimizers: All of a run.
+
+    Raises:
+        ValueError: For LBFGS.
+    """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "optimizer LBFGS evaluates the loss up to max_iter times a step, so that a step has no one gradient; "
+            "use a first-order optimizer or remove the stabilizer callbacks"
+        )
+
+
+def scale_still_in(scaler: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """The loss scale, if the gradients have not been divided by it yet (fused optimizers do it in their step).
+
+    Args:
+        scaler: A `torch.amp.GradScaler`, or `None`.
+        optimizer: The one whose gradients are meant, not wrapped.
+
+    Returns:
+        Shape (), or `None`.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    if scale is None:
+        return None
+    # The scaler's own note of what it has done for this optimizer since its last update.
+    stage = scaler._per_optimizer_states[id(optimizer)]["stage"]
+    return scale if stage.name == "READY" else None
+
+
+def arrange_charts(sink: Sink, callbacks: Sequence[StabilizerCallback]) -> None:
+    """Arrange the charts of all callbacks, on the process that logs.
+
+    Args:
+        sink: The host's loggers.
+        callbacks: All of ours.
+    """
+    if not sink.is_logging:
+        return
+    try:
+        charts = {title: tags for callback in callbacks for title, tags in callback.charts().items()}
+        if charts:
+            sink.charts(charts)
+    except Exception:
+        logger.exception("arranging the charts of TensorBoard failed; training goes on without them")
+
+
+def stand_before(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Let a function stand before a method of one object.
+
+    Args:
+        owner: The object.
+        name: Of the method.
+        function: Takes the method that was there, and its arguments.
+
+    Returns:
+        Takes it away again.
+    """
+    had_own, original, is_on = name in vars(owner), getattr(owner, name), True
+
+    @functools.wraps(original)
+    def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs) if is_on else original(*args, **kwargs)
+
+    # A method, since others (learning-rate schedulers) expect to find one.
+    method = types.MethodType(stands, owner)
+    setattr(owner, name, method)
+
+    def remove() -> None:
+        nonlocal is_on
+        is_on = False
+        if vars(owner).get(name) is not method:
+            return  # somebody else stands before us now and holds us: from here on we only pass through
+        if had_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+    return remove

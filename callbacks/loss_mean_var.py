@@ -1,0 +1,243 @@
+"""LossMeanVarCallback: where the loss is, how much it scatters and whether it falls, over a short and a long window."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stabilizer import tags
+from stabilizer.callbacks.base import StabilizerCallback, check_interval
+from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.loss_alarm import NonfiniteLosses
+from stabilizer.losses import StepLoss, means
+from stabilizer.names import Granularity
+from stabilizer.tally import Weight
+from stabilizer.windows import WindowedStatistics
+
+__all__ = ["LossMeanVarCallback"]
+
+# Losses are put into the windows in one go, at least that often.
+_MAX_BUFFERED = 64
+
+
+@dataclasses.dataclass
+class _Buffer:
+    """Steps that have not been put into the windows yet; their values stay where they are."""
+
+    steps: list[int] = dataclasses.field(default_factory=list)
+    batches: list[int] = dataclasses.field(default_factory=list)
+    losses: list[StepLoss] = dataclasses.field(default_factory=list)
+
+
+class LossMeanVarCallback(StabilizerCallback):
+    """Logs mean and standard deviation of the loss over windows, and its slope over the longest one.
+
+    A step's loss is the mean over all micro-batches and ranks, each weighted by its tokens or samples. The slope is in
+    loss per step, by least squares, with its standard error. Smallest and largest loss of a micro-batch are those since
+    they were logged the last time, with the rank of the largest. A loss that is not finite is counted and told; its
+    step enters no window.
+
+    Args:
+        windows: How many steps the windows hold, at least 2 each.
+        every_n_steps: Interval of what is logged, in optimizer steps.
+        weight: What weighs a micro-batch: "tokens" (labels other than -100), "samples", or "auto": tokens if the batch
+            has labels for every position, else samples.
+        warmup_steps: First steps of a run, which are shown by their mean alone: the standard deviation and the slope
+            of so few losses, most of them from the first fall, say little.
+        cooldown_steps: Steps between two warnings of losses that are not finite; what happens between is counted.
+        on_alarm: What to do at a loss that is not finite: "log" warns, nothing is silent.
+        layers: Of no use here: a loss belongs to no layer.
+        exclude: Of no use here.
+        granularity: Of no use here.
+        name: Prefix of tags; two callbacks of one class need different names.
+        strict: Let an exception in this callback end the run.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> LossMeanVarCallback(windows=(50, 500), weight="samples").windows
+        (50, 500)
+    """
+
+    is_gated = False
+
+    def __init__(
+        self,
+        *,
+        windows: Sequence[int] = (100, 1000),
+        every_n_steps: int = 10,
+        weight: Weight = "auto",
+        warmup_steps: int = 100,
+        cooldown_steps: int = 100,
+        on_alarm: Sequence[Literal["log"]] = ("log",),
+        layers: list[int | str] | None = None,
+        exclude: Sequence[str] = (),
+        granularity: Granularity = "block",
+        name: str = "",
+        strict: bool = False,
+    ) -> None:
+        super().__init__(
+            every_n_steps=every_n_steps,
+            layers=layers,
+            exclude=exclude,
+            granularity=granularity,
+            name=name,
+            strict=strict,
+        )
+        if weight not in ("auto", "tokens", "samples"):
+            raise ValueError(f'weight={weight!r}: allowed are "auto", "tokens" and "samples"')
+        actions: Any = on_alarm
+        if isinstance(actions, str) or not set(actions) <= {"log"}:
+            raise ValueError(f'on_alarm={on_alarm!r}: expected a list of actions; allowed is "log", and [] for none')
+        self.windows = WindowedStatistics(windows=windows).windows
+        self.loss_weight = weight
+        self.warmup_steps = check_interval("warmup_steps", warmup_steps, minimum=0)
+        self.cooldown_steps = check_interval("cooldown_steps", cooldown_steps, minimum=0)
+        self.on_alarm = list(on_alarm)
+        self._alarm = NonfiniteLosses(cooldown_steps=self.cooldown_steps) if self.on_alarm else None
+        self._statistics: dict[int, WindowedStatistics] = {}
+        self._num_nonfinite: dict[int, Tensor] = {}
+        self._buffers: dict[int, _Buffer] = {}
+
+    def on_gradients(self, context: StepContext) -> None:
+        """Keep this step's loss, and log where it is due."""
+        loss, index = context.loss, context.optimizer_index
+        assert loss is not None  # `loss_weight` is set
+        buffer = self._buffers.setdefault(index, _Buffer())
+        buffer.steps.append(context.step)
+        buffer.batches.append(context.position.batch_index)
+        buffer.losses.append(loss)
+        is_due = context.step % self.every_n_steps == 0
+        if is_due or len(buffer.steps) >= min(_MAX_BUFFERED, self.windows[0]):
+            self._flush(index, context)
+        if is_due:
+            self._log(context)
+        if loss.extremes is not None:
+            context.log(tags.LOSS_MIN, loss.extremes.minimum)
+            context.log(tags.LOSS_MAX, loss.extremes.maximum)
+            context.log(tags.LOSS_MAX_RANK, loss.extremes.max_rank)
+
+    def on_run_end(self, context: StepContext) -> None:
+        """Log what the last steps have added."""
+        if self._buffers.get(context.optimizer_index, _Buffer()).steps:
+            self._flush(context.optimizer_index, context)
+            self._log(context)
+
+    def wants_extremes(self, step: int) -> bool:
+        """At the steps that are logged."""
+        return step % self.every_n_steps == 0
+
+    def statistics(self, optimizer_index: int = 0) -> dict[str, float]:
+        """What the windows hold now; waits for the device.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+
+        Returns:
+            `mean_<w>` and `std_<w>` of every window, `slope_<w>` and `slope_error_<w>` of the longest; empty before the
+            first step.
+        """
+        self._flush(optimizer_index, None)
+        found = self._statistics.get(optimizer_index)
+        return {} if found is None else {name: float(value) for name, value in found.compute().items()}
+
+    def limitations(self, setting: Any) -> list[str]:
+        """Losses that nobody tells of."""
+        is_plain = setting.host == "plain loop"
+        return ["sees only what handle.record_loss(loss) is given: loss.backward() cannot be watched"] * is_plain
+
+    def charts(self) -> dict[str, list[str]]:
+        """The means of all windows in one chart, their deviations in another."""
+        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
+        title = f" ({self.name})" if self.name else ""
+        return {
+            f"Loss, mean over windows{title}": [f"{start}{tags.LOSS_MEAN}_\\d+$"],
+            f"Loss, standard deviation over windows{title}": [f"{start}{tags.LOSS_STD}_\\d+$"],
+        }
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Arguments that a checkpoint remembers."""
+        names = ("warmup_steps", "cooldown_steps", "on_alarm")
+        own = {"windows": list(self.windows), "weight": self.loss_weight}
+        return {**super().hyperparameters(), **own, **{name: getattr(self, name) for name in names}}
+
+    def extra_state(self) -> dict[str, Any]:
+        """The windows of every optimizer."""
+        for index in self._buffers:
+            self._flush(index, None)
+        return {
+            "windows": {
+                str(index): {name: value.detach().cpu().clone() for name, value in found.state_dict().items()}
+                for index, found in self._statistics.items()
+            },
+            "nonfinite": {str(index): value.detach().cpu().clone() for index, value in self._num_nonfinite.items()},
+        }
+
+    def load_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Take the windows back; windows of other lengths get as much as they hold."""
+        self._buffers.clear()
+        self._statistics = {}
+        for index, saved in state["windows"].items():
+            self._statistics[int(index)] = _restored(saved, self.windows)
+        self._num_nonfinite = {int(index): value.clone() for index, value in state["nonfinite"].items()}
+
+    def _flush(self, index: int, context: StepContext | None) -> None:
+        buffer = self._buffers.get(index)
+        if buffer is None or not buffer.steps:
+            return
+        self._buffers[index] = _Buffer()
+        numbers = torch.stack([loss.numbers for loss in buffer.losses])
+        counts, device = numbers[:, 2], numbers.device
+        found = self._statistics.get(index)
+        if found is None or found.values.device != device:
+            found = self._statistics[index] = (found or WindowedStatistics(windows=self.windows)).to(device)
+        first, last = buffer.steps[0], buffer.steps[-1]
+        if last - first + 1 == len(buffer.steps):
+            found.update(means(numbers), torch.arange(first, last + 1, device=device))
+        else:
+            for mean, step in zip(means(numbers), buffer.steps, strict=True):
+                found.update(mean, step)
+        before = self._num_nonfinite.get(index)
+        self._num_nonfinite[index] = counts.sum() + (0 if before is None else before.to(device))
+        if self._alarm is not None and context is not None:
+            extremes = buffer.losses[-1].extremes
+            by_rank = counts[:0] if extremes is None else extremes.num_nonfinite
+            context.later(torch.cat([counts, by_rank]), self._alarm.reader(buffer.steps, buffer.batches))
+
+    def _log(self, context: StepContext) -> None:
+        index = context.optimizer_index
+        values = self._statistics[index].compute()
+        # Two losses have no slope with an error.
+        is_warm = context.step >= max(self.warmup_steps, 2)
+        for window in self.windows:
+            context.log(tags.of_window(tags.LOSS_MEAN, window), values[f"mean_{window}"])
+            if is_warm:
+                context.log(tags.of_window(tags.LOSS_STD, window), values[f"std_{window}"])
+        longest = self.windows[-1]
+        if is_warm:
+            context.log(tags.of_window(tags.LOSS_SLOPE, longest), values[f"slope_{longest}"])
+            context.log(tags.of_window(tags.LOSS_SLOPE_ERROR, longest), values[f"slope_error_{longest}"])
+        context.log(tags.LOSS_NONFINITE, self._num_nonfinite[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        for index in list(self._buffers):
+            self._flush(index, None)
+        return super().__getstate__()
+
+
+def _restored(saved: Mapping[str, Tensor], windows: Sequence[int]) -> WindowedStatistics:
+    """Statistics with the state of a checkpoint, whose windows may have been others."""
+    found, size = WindowedStatistics(windows=windows), saved["values"].numel() - 1
+    if size == windows[-1]:
+        found.load_state_dict(dict(saved))
+        return found
+    num = int(saved["num_finite"])
+    slots = torch.arange(max(0, num - min(size, windows[-1])), num) % size
+    found.update(saved["values"][slots], saved["steps"][slots])
+    return found

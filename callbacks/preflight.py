@@ -1,0 +1,63 @@
+"""Preflight: a table of facts about a run that rank 0 prints when training starts. It stops nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from stabilizer.callbacks.facts import Fact, Setting, facts
+from stabilizer.errors import logger
+from stabilizer.reduction import rank
+
+__all__ = ["Fact", "Setting", "facts", "preflight", "show"]
+
+_WIDTH = 120
+
+
+def preflight(setting: Setting | Callable[[], Setting]) -> None:
+    """Print the table on rank 0, unless `STABILIZER_PREFLIGHT=0`; never raises and starts no collective.
+
+    Args:
+        setting: What the host knows; a function that finds out is called on rank 0 only, and may raise.
+    """
+    if rank() != 0 or os.environ.get("STABILIZER_PREFLIGHT", "").strip().lower() in ("0", "false", "no"):
+        return
+    try:
+        found = setting() if callable(setting) else setting
+        show(facts(found), title=f"Stabilizer preflight ({found.host})")
+    except Exception:
+        logger.exception("the preflight table failed; training goes on without it")
+
+
+def show(facts: Sequence[Fact], *, title: str = "Stabilizer preflight") -> None:
+    """Print facts as one table on stdout, without colour where that is no terminal.
+
+    Args:
+        facts: The rows.
+        title: Over the table.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Variables such as FORCE_COLOR would put colour codes into a file.
+    plain: dict[str, Any] = {} if sys.stdout.isatty() else {"force_terminal": False, "no_color": True}
+    console = Console(file=sys.stdout, highlight=False, **plain)
+    if console.width > _WIDTH:
+        console.width = _WIDTH
+    is_marked = any(fact.advice for fact in facts)
+    caption = "! practice advises otherwise; " if is_marked else ""
+    table = Table(title=Text(title), caption=Text(f"{caption}off with STABILIZER_PREFLIGHT=0"), show_header=False)
+    table.title_justify = table.caption_justify = "left"
+    table.add_column(width=1)
+    table.add_column(overflow="fold", max_width=26)
+    table.add_column(overflow="fold")
+    for fact in facts:
+        value = Text(fact.value)
+        if fact.advice:
+            value.append(f"\n-> {fact.advice}", style="yellow")
+        # Text, never markup: a callback may be called GradNormCallback[vision].
+        table.add_row(Text("!" if fact.advice else "", style="bold yellow"), Text(fact.name), value)
+    console.print(table)

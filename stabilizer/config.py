@@ -1,0 +1,298 @@
+"""Callbacks from a YAML file.
+
+The file maps a feature to a switch or to the arguments of its callback:
+
+    preset: safe
+    grad_norm: {every_n_steps: 5}
+
+`stabilizer.callbacks` re-exports what is here, so the callbacks are imported inside functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stabilizer.errors import warn
+
+if TYPE_CHECKING:
+    import os
+
+    from stabilizer.callbacks.base import StabilizerCallback
+
+__all__ = ["FEATURES", "PRESETS", "load_callbacks", "recommended"]
+
+#: Key in the file -> module and class. The order is that of the callbacks.
+FEATURES: Mapping[str, str] = {
+    "grad_norm": "stabilizer.callbacks.grad_norm.GradNormCallback",
+    "loss_mean_var": "stabilizer.callbacks.loss_mean_var.LossMeanVarCallback",
+}
+
+#: Name -> feature -> arguments. "safe" is what `recommended` gives.
+PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "safe": {"grad_norm": {}, "loss_mean_var": {}},
+}
+
+
+def load_callbacks(path: str | os.PathLike[str]) -> list[StabilizerCallback]:
+    r"""Make the callbacks that a YAML file describes.
+
+    Args:
+        path: The file. Its keys are features (`grad_norm`, `loss_mean_var`), each with `true`, `false` or a mapping of
+            the callback's arguments, in which `enabled: false` switches it off as well; `preset: safe` starts from the
+            default suite, which the other keys change.
+
+    Returns:
+        The callbacks, for any host; an empty list, with a warning, if every feature is off.
+
+    Raises:
+        ValueError: If the file cannot be used. The message names the file, the key path, the value and what is allowed.
+        OSError: If there is no such file.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "stabilizer.yaml")
+        ...     _ = path.write_text("preset: safe\ngrad_norm: {every_n_steps: 5}\nloss_mean_var: false\n")
+        ...     [callback] = load_callbacks(path)
+        >>> callback.every_n_steps
+        5
+    """
+    path = Path(path)
+    content = path.read_bytes()
+    try:
+        callbacks = _make(_merged(_read(content)))
+    except _BadFile as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not callbacks:
+        warn(f"{path}: every feature is off, so there are no callbacks; known features: {', '.join(FEATURES)}")
+    return callbacks
+
+
+def recommended() -> list[StabilizerCallback]:
+    """Make the default suite; `preset: safe` in a file is the same.
+
+    Returns:
+        New callbacks.
+
+    Example:
+        >>> [type(callback).__name__ for callback in recommended()]
+        ['GradNormCallback', 'LossMeanVarCallback']
+    """
+    return _make({feature: dict(arguments) for feature, arguments in PRESETS["safe"].items()})
+
+
+# Arguments have few levels; far deeper ones would end in a RecursionError.
+_MAX_DEPTH = 20
+
+
+class _BadFile(Exception):
+    """What is wrong, without the name of the file."""
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    """The mapping that the text is: plain types, text keys, no key twice, nothing but what is written there."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _BadFile(
+            f"byte {content[error.start]:#04x} at {error.start} is not UTF-8: expected a text file"
+        ) from None
+    loader = _loader(yaml)
+    try:
+        _refuse_extras(yaml, text, loader)
+        documents = list(yaml.compose_all(text, Loader=loader))
+        if not documents or (isinstance(documents[0], yaml.ScalarNode) and not documents[0].value):
+            raise _BadFile(f"the file is empty: expected features, such as grad_norm: true ({', '.join(FEATURES)})")
+        if len(documents) > 1:
+            raise _BadFile(f"{len(documents)} documents: expected one; remove the line of --- between them")
+        content_read = _plain(documents[0], loader(""), "")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise _BadFile(f"line {mark.line + 1}, column {mark.column + 1}: not YAML: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        raise _BadFile(f"character {error.character:#x} at {error.position}: expected a text file") from None
+    if not isinstance(content_read, dict):
+        kind = "list" if isinstance(content_read, list) else "single value"
+        raise _BadFile(f"a {kind} ({_short(content_read)}): expected a mapping, such as grad_norm: true")
+    return content_read
+
+
+def _refuse_extras(yaml: Any, text: str, loader: Any) -> None:
+    """Refuse what YAML can do beyond plain values, before anything is made of it."""
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _BadFile("nested too deeply: expected features and their arguments")
+        where = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise _BadFile(f"{where}: alias *{event.anchor}: expected the value itself, written out")
+        if getattr(event, "tag", None) is not None:
+            raise _BadFile(f"{where}: tag {event.tag!r}: expected plain values without tags")
+
+
+def _loader(yaml: Any) -> Any:
+    """PyYAML's safe loader without dates, octal and sexagesimal numbers, and with 1e-3 as the number it is."""
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, Any]]]] = {
+            start: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] in ("bool", "null", "merge")]
+            for start, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    number = r"[-+]?(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+    Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), "-+0123456789")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{number})$"), "-+0123456789.")
+    return Loader
+
+
+def _plain(node: Any, loader: Any, key_path: str) -> Any:
+    if node.id == "scalar":
+        return loader.construct_object(node)
+    if node.id == "sequence":
+        return [_plain(item, loader, f"{key_path}[{number}]") for number, item in enumerate(node.value)]
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        where = f"line {key_node.start_mark.line + 1}: " + (f"{key_path}: " if key_path else "")
+        if key_node.tag.endswith(":merge"):
+            raise _BadFile(f"{where}merge key <<: expected the keys themselves, written out")
+        key = loader.construct_object(key_node) if key_node.id == "scalar" else key_node.id
+        if not isinstance(key, str) or key_node.id != "scalar":
+            raise _BadFile(f"{where}key {key!r} is no text: expected a name, or quotes around it")
+        if key in found:
+            raise _BadFile(f"{where}key {key!r} is there twice: expected it once")
+        found[key] = _plain(value_node, loader, f"{key_path}.{key}".lstrip("."))
+    return found
+
+
+def _merged(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Feature -> arguments, in which `enabled` may be False; of the preset, changed by the other keys."""
+    found: dict[str, dict[str, Any]] = {}
+    if "preset" in content:
+        preset = content["preset"]
+        if not isinstance(preset, str) or preset not in PRESETS:
+            raise _BadFile(f"preset={_short(preset)}: expected one of {', '.join(PRESETS)}{_closest(preset, PRESETS)}")
+        found = {feature: dict(arguments) for feature, arguments in PRESETS[preset].items()}
+    for feature, value in content.items():
+        if feature == "preset":
+            continue
+        if feature not in FEATURES:
+            known = [*FEATURES, "preset"]
+            raise _BadFile(f"{feature}: unknown feature; known are {', '.join(known)}{_closest(feature, known)}")
+        if value is not None and not isinstance(value, bool | dict):
+            raise _BadFile(f"{feature}={_short(value)}: expected true, false or a mapping of arguments")
+        arguments = {"enabled": True, **value} if isinstance(value, dict) else {"enabled": bool(value)}
+        if not isinstance(arguments["enabled"], bool):
+            raise _BadFile(f"{feature}.enabled={_short(arguments['enabled'])}: expected true or false")
+        found[feature] = {**found.get(feature, {}), **arguments}
+    return found
+
+
+def _make(features: Mapping[str, Mapping[str, Any]]) -> list[StabilizerCallback]:
+    """Callbacks in the order of the table. What is switched off is made as well: its mistakes are mistakes."""
+    callbacks = []
+    for feature in (feature for feature in FEATURES if feature in features):
+        arguments = dict(features[feature])
+        is_enabled = arguments.pop("enabled", True)
+        callback = _make_one(feature, arguments)
+        callbacks += [callback] if is_enabled else []
+    return callbacks
+
+
+def _make_one(feature: str, arguments: Mapping[str, Any]) -> StabilizerCallback:
+    import jsonargparse
+
+    module, _, name = FEATURES[feature].rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    hints = typing.get_type_hints(kind.__init__)
+    parameters = inspect.signature(kind).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    parser.add_class_arguments(kind, None)
+    values: dict[str, Any] = {}
+    for argument, value in arguments.items():
+        if argument not in known:
+            choices = ["enabled", *known]
+            raise _BadFile(
+                f"{feature}.{argument}={_short(value)}: unknown argument; known are {', '.join(choices)}"
+                f"{_closest(argument, choices)}"
+            )
+        values[argument] = _parsed(parser, f"{feature}.{argument}", value, hints[argument])
+    try:
+        return typing.cast("StabilizerCallback", kind(**values))
+    except ValueError as error:
+        at_argument = re.match(r"(\w+)[=:]", str(error))
+        joint = "." if at_argument and at_argument[1] in known else ": "
+        raise _BadFile(f"{feature}{joint}{error}") from None
+
+
+def _parsed(parser: Any, key_path: str, value: Any, hint: Any) -> Any:
+    import jsonargparse
+
+    argument = key_path.rpartition(".")[2]
+    if value is not None or type(None) in typing.get_args(hint):
+        try:
+            parsed = parser.parse_object({argument: _masked(value)}, defaults=False)
+            instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+            return _masked(instantiate(parsed).as_dict()[argument], undo=True)
+        except (jsonargparse.ArgumentError, TypeError):
+            pass
+    raise _BadFile(f"{key_path}={_short(value)}: expected {_listed(_choices(hint))}")
+
+
+def _masked(value: Any, *, undo: bool = False) -> Any:
+    """Mark text that looks like another type: jsonargparse would read the text "5" as a number once more."""
+    if isinstance(value, dict):
+        return {key: _masked(item, undo=undo) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_masked(item, undo=undo) for item in value]
+    if not isinstance(value, str):
+        return value
+    if undo:
+        return value.removeprefix(_MARK)
+    return _MARK + value if _LOOKS_LIKE_ANOTHER_TYPE.match(value) else value
+
+
+_MARK = "text:"
+_LOOKS_LIKE_ANOTHER_TYPE = re.compile(
+    rf"\s*([-+.\d\[{{~]|(true|false|yes|no|on|off|null)\s*$|$)|{_MARK}", re.IGNORECASE
+)
+
+
+def _choices(hint: Any) -> list[str]:
+    """A type in a user's words, its alternatives apart."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return [choice for part in sorted(inner, key=lambda part: part is not type(None)) for choice in _choices(part)]
+    if origin is typing.Literal:
+        return [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in inner]
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return [f"a mapping of {_listed(_choices(inner[0]))} to {_listed(_choices(inner[1]))}"]
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return [f"a list in which each item is {_listed(_choices(inner[0]))}"]
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return [words.get(hint, getattr(hint, "__name__", str(hint)))]
+
+
+def _listed(choices: Sequence[str]) -> str:
+    return ", ".join(choices[:-1]) + " or " + choices[-1] if choices[1:] else choices[0]
+
+
+def _closest(name: object, names: Collection[str]) -> str:
+    found = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
+    return f"; the closest is {found[0]}" if found else ""
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

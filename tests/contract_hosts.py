@@ -1,0 +1,262 @@
+"""The same short training in every host, for what callbacks promise whatever the host.
+
+host = make_host("accelerate")
+weights = host.train([GradNormCallback()], num_steps=3)
+host.points  # (tag, step) -> value
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from stabilizer.callbacks import StabilizerCallback, attach
+from tests.accelerate_loops import make_accelerator, make_optimizer
+from tests.lightning_models import BATCH_SIZE, PACKAGES, expected_batches, make_module, make_trainer
+from tests.loggers import Points, points_of, row_logger
+from tests.models import loss_of, make_transformer
+
+__all__ = ["EPOCH", "HOSTS", "Host", "OutOfDataError", "Wrapped", "make_host"]
+
+#: Steps of an epoch: Lightning starts an epoch's data over when it resumes in the middle of one.
+EPOCH = 3
+
+
+class OutOfDataError(Exception):
+    """What a loop breaks off with when it is told to."""
+
+
+class Host(abc.ABC):
+    """A short training with AdamW.
+
+    Args:
+        rank: This rank.
+        num_ranks: Number of ranks: the world size of the launcher's call.
+
+    Attributes:
+        rows: Values and step, as they were logged in the last training.
+    """
+
+    def __init__(self, *, rank: int = 0, num_ranks: int = 1) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.rows: list[tuple[dict[str, float], int]] = []
+
+    @property
+    def points(self) -> Points:
+        """What was logged in the last training."""
+        return points_of(self.rows)
+
+    @abc.abstractmethod
+    def train(
+        self,
+        callbacks: Sequence[StabilizerCallback],
+        *,
+        num_steps: int = 3,
+        save: Path | None = None,
+        load: Path | None = None,
+        breaks_at: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Train a new model.
+
+        Args:
+            callbacks: Ours.
+            num_steps: Optimizer steps in all, with those before a checkpoint.
+            save: Where to leave a checkpoint at the end.
+            load: A checkpoint to go on from, saved after a whole number of epochs.
+            breaks_at: The batch at which OutOfDataError is raised.
+
+        Returns:
+            Weights.
+        """
+
+    @abc.abstractmethod
+    def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
+        """End the last training once more, in every way."""
+
+
+class _Lightning(Host):
+    def __init__(self, package: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.package = package
+
+    def train(
+        self,
+        callbacks: Sequence[StabilizerCallback],
+        *,
+        num_steps: int = 3,
+        save: Path | None = None,
+        load: Path | None = None,
+        breaks_at: int | None = None,
+    ) -> dict[str, Tensor]:
+        logger = row_logger(self.package)
+        self.rows = logger.rows
+        length = EPOCH * BATCH_SIZE * self.num_ranks
+        self._module = make_module("transformer", package=self.package, optimizer="adamw", length=length)
+        original, seen = self._module.training_step, []
+
+        def step(batch: Any, batch_idx: int) -> Tensor:
+            seen.append(batch_idx)
+            if len(seen) - 1 == breaks_at:
+                raise OutOfDataError
+            loss: Tensor = original(batch, batch_idx)
+            return loss
+
+        self._module.training_step = step
+        self._trainer = make_trainer(
+            "ddp" if self.num_ranks > 1 else "single",
+            devices=self.num_ranks,
+            package=self.package,
+            max_steps=num_steps,
+            callbacks=list(callbacks),
+            logger=logger,
+        )
+        self._trainer.fit(self._module, ckpt_path=None if load is None else str(load / "model.ckpt"))
+        if save is not None:
+            self._trainer.save_checkpoint(save / "model.ckpt")
+        return _weights(self._module)
+
+    def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
+        for callback in callbacks:
+            hooks: Any = callback
+            hooks.on_train_end(self._trainer, self._module)
+            hooks.on_exception(self._trainer, self._module, RuntimeError("late"))
+            hooks.teardown(self._trainer, self._module, "fit")
+
+
+class Wrapped(nn.Module):
+    """The transformer under the name that it has in the Lightning module, so that layers are called the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_transformer()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The transformer's result."""
+        logits: Tensor = self.model(tokens)
+        return logits
+
+
+class _Loop(Host):
+    """A loop over the same batches."""
+
+    accelerator: Any = None
+
+    def train(
+        self,
+        callbacks: Sequence[StabilizerCallback],
+        *,
+        num_steps: int = 3,
+        save: Path | None = None,
+        load: Path | None = None,
+        breaks_at: int | None = None,
+    ) -> dict[str, Tensor]:
+        self.rows = rows = []
+        bare = Wrapped()
+        model, optimizer = self._prepare(bare, make_optimizer(bare, name="adamw"))
+        self._handle: Any = contextlib.nullcontext()
+        if callbacks:
+            self._handle = attach(
+                self.accelerator,
+                model=model,
+                optimizer=optimizer,
+                callbacks=list(callbacks),
+                log=lambda values, step: rows.append((values, step)),
+            )
+        with self._handle:
+            first = 0 if load is None else self._load(load, bare, optimizer)
+            for step in range(first, num_steps):
+                batch = expected_batches("transformer", step % EPOCH, num_ranks=self.num_ranks)[self.rank]
+                loss = loss_of(model, batch)
+                if step == breaks_at:
+                    raise OutOfDataError
+                self._backward(loss, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+            if save is not None:
+                self._save(save, bare, optimizer, num_steps)
+        return _weights(bare)
+
+    def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
+        self._handle.close()
+        self._handle.close(after_exception=True)
+        self._handle.__exit__(None, None, None)
+
+    @abc.abstractmethod
+    def _prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]: ...
+
+    @abc.abstractmethod
+    def _backward(self, loss: Tensor, batch: Any) -> None: ...
+
+    @abc.abstractmethod
+    def _save(self, folder: Path, model: nn.Module, optimizer: Any, num_steps: int) -> None: ...
+
+    @abc.abstractmethod
+    def _load(self, folder: Path, model: nn.Module, optimizer: Any) -> int: ...
+
+
+class _Accelerate(_Loop):
+    def _prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        self.accelerator = make_accelerator("ddp" if self.num_ranks > 1 else "single")
+        wrapped, stepper = self.accelerator.prepare(model, optimizer)
+        return wrapped, stepper
+
+    def _backward(self, loss: Tensor, batch: Any) -> None:
+        self.accelerator.backward(loss)
+
+    def _save(self, folder: Path, model: nn.Module, optimizer: Any, num_steps: int) -> None:
+        self.accelerator.save_state(str(folder))
+        (folder / "num_steps").write_text(str(num_steps))
+
+    def _load(self, folder: Path, model: nn.Module, optimizer: Any) -> int:
+        self.accelerator.load_state(str(folder))
+        return int((folder / "num_steps").read_text())
+
+
+class _Plain(_Loop):
+    def _prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return (DistributedDataParallel(model) if self.num_ranks > 1 else model), optimizer
+
+    def _backward(self, loss: Tensor, batch: Any) -> None:
+        loss.backward()
+        if hasattr(self._handle, "record_loss"):
+            self._handle.record_loss(loss, weight=batch[1].numel())
+
+    def _save(self, folder: Path, model: nn.Module, optimizer: Any, num_steps: int) -> None:
+        states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "num_steps": num_steps}
+        torch.save({**states, "callbacks": self._handle.state_dict()}, folder / "all.pt")
+
+    def _load(self, folder: Path, model: nn.Module, optimizer: Any) -> int:
+        states = torch.load(folder / "all.pt", weights_only=True)
+        model.load_state_dict(states["model"])
+        optimizer.load_state_dict(states["optimizer"])
+        self._handle.load_state_dict(states["callbacks"])
+        return int(states["num_steps"])
+
+
+def _weights(module: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.model.named_parameters()}
+
+
+_KINDS: dict[str, Callable[..., Host]] = {
+    **{package: lambda package=package, **options: _Lightning(package, **options) for package in PACKAGES},
+    "accelerate": _Accelerate,
+    "plain": _Plain,
+}
+HOSTS = tuple(_KINDS)
+
+
+def make_host(name: str, **options: Any) -> Host:
+    """A host.
+
+    Args:
+        name: One of HOSTS.
+        **options: Of Host.
+    """
+    return _KINDS[name](**options)
