@@ -4,7 +4,7 @@ See `attach` for loops, and `StabilizerCallback` for a callback of your own.
 """
 
 import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Lightning's hooks)
-from stabilizer.callbacks.accelerate import attach
+from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory

@@ -1,98 +1,33 @@
 """Accelerate: the suite stands before the accelerator's own methods, without any other change of the loop.
 
-Accelerate has no callbacks. `attach` puts a method of ours before `backward`, `clip_grad_norm_`, `clip_grad_value_`,
+Accelerate has no callbacks. A handle puts a method of ours before `backward`, `clip_grad_norm_`, `clip_grad_value_`,
 `unscale_gradients` and `end_training` of the accelerator and before the optimizer's `step`, as attributes of these
 objects, and takes them away again. Nothing is imported from Accelerate: an accelerator is what behaves like one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stabilizer.callbacks.accelerate_setting import accelerate_setting
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.hosting import scale_still_in, stand_before
-from stabilizer.callbacks.loop import LoopHandle, is_state_setup
-from stabilizer.callbacks.prepared import inner_optimizer, prepared
-from stabilizer.callbacks.sinks import AccelerateSink, LoopSink
-from stabilizer.callbacks.state_files import NAME, has_states, load_states, save_states
+from stabilizer.callbacks.loop import LoopHandle
+from stabilizer.callbacks.prepared import inner_optimizer
+from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
 from stabilizer.callbacks.suite import Suite
+from stabilizer.callbacks.watching import is_state_setup
 from stabilizer.errors import warn
 from stabilizer.reduction import Reducer
 
-__all__ = ["AccelerateHandle", "attach"]
-
-
-def attach(
-    accelerator: Any,
-    *,
-    model: nn.Module,
-    optimizer: Any,
-    callbacks: Sequence[StabilizerCallback],
-    log: Any = None,
-    groups: Mapping[str, Any] | None = None,
-    num_steps: int | None = None,
-    schedulers: Sequence[Any] | None = None,
-) -> LoopHandle:
-    """Attach callbacks to an Accelerate loop, or to a plain one.
-
-    With an accelerator the callbacks run at the first of `accelerator.clip_grad_norm_`, `clip_grad_value_`,
-    `unscale_gradients` and `optimizer.step` of a step whose gradients are complete (`accelerator.sync_gradients`), on
-    gradients that nobody has changed. Values go to the accelerator's trackers, states into `accelerator.save_state`.
-    In a plain loop they run in `optimizer.step()`, or where the loop calls `handle.measure()`.
-
-    Args:
-        accelerator: An `accelerate.Accelerator`, or `None` for a loop without one.
-        model: As it trains: what `accelerator.prepare` returned, or a model wrapped by hand.
-        optimizer: What `accelerator.prepare` returned, or one of torch; or a list of them.
-        callbacks: Ours, in any order.
-        log: A function of (values, step), or a `SummaryWriter`, to write to on rank 0 instead of the trackers.
-        groups: Process groups of parameters that live on some ranks only; see `ParameterIndex`.
-        num_steps: Planned optimizer steps, which the table at the start compares the warm-up with.
-        schedulers: Learning-rate schedulers for that table; default: those that the accelerator has prepared.
-
-    Returns:
-        A handle, to be used in a `with` statement; leaving it puts everything back as it was.
-
-    Raises:
-        ValueError: If something cannot be attached; says what to do.
-
-    Example:
-        >>> from stabilizer.callbacks import GradNormCallback, attach
-        >>> model = nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> norms, rows = GradNormCallback(), []
-        >>> with attach(None, model=model, optimizer=optimizer, callbacks=[norms], log=lambda *row: rows.append(row)):
-        ...     model(torch.ones(1, 2)).sum().backward()
-        ...     optimizer.step()
-        gradient...
-        >>> rows[0][1], round(rows[0][0]["grad_norm/total"], 4)
-        (0, 1.7321)
-    """
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    if accelerator is None:
-        handle = LoopHandle(callbacks, model=model, optimizers=optimizers, sink=LoopSink(log), groups=groups)
-        for number in range(len(optimizers) if not handle.is_closed else 0):
-            handle.watch(number)
-    else:
-        model, optimizers = prepared(accelerator, model, optimizers)
-        sink = AccelerateSink(accelerator) if log is None else LoopSink(log)
-        handle = AccelerateHandle(
-            callbacks, model=model, optimizers=optimizers, sink=sink, groups=groups, accelerator=accelerator
-        )
-    handle.start(
-        lambda: accelerate_setting(
-            accelerator, model, optimizers, callbacks, num_steps=num_steps, schedulers=schedulers
-        )
-    )
-    return handle
+__all__ = ["AccelerateHandle"]
 
 
 class AccelerateHandle(LoopHandle):
@@ -126,50 +61,75 @@ class AccelerateHandle(LoopHandle):
         )
         self._accelerator = accelerator
         self._ran_at: dict[int, tuple[int, int]] = {}
-        self._counter, self._num_calls, self._is_counting = 0, 0, False
-        self._has_warned_of_closure = False
-        if self.is_closed:
-            return
+        self._counter, self._num_calls = 0, 0
+        self._is_counting = self._is_clipping = False
+        try:
+            # Another handle on this accelerator has files of its own.
+            others = _handles_on(accelerator)
+            _refuse_same_keys(self.callbacks, [callback for handle in others for callback in handle.callbacks])
+            self._file_name = f"{NAME}_{len(others)}" if others else NAME
+            self._watch_accelerator(optimizers)
+        except BaseException:
+            self.close(after_exception=True)
+            raise
+
+    def _watch_accelerator(self, optimizers: Sequence[Any]) -> None:
+        accelerator = self._accelerator
         for name in ("backward", "clip_grad_norm_", "clip_grad_value_", "unscale_gradients", "end_training"):
             self._undo.append(stand_before(accelerator, name, getattr(self, f"_{name}")))
         for number, wrapped in enumerate(optimizers):
             if wrapped is self._optimizers[number]:
                 self.watch(number)
-            else:
-                self._undo.append(stand_before(wrapped, "step", functools.partial(self._step, number)))
-        # Another handle on this accelerator has files of its own.
-        hooks = accelerator._save_model_state_pre_hook.values()
-        others = sum(isinstance(getattr(hook, "__self__", None), AccelerateHandle) for hook in hooks)
-        self._file_name = f"{NAME}_{others}" if others else NAME
+                continue
+            self._undo.append(stand_before(wrapped, "step", functools.partial(self._step, number)))
+            self._undo.append(stand_before(wrapped, "zero_grad", functools.partial(self._zero_grad, number)))
+        for number, wrapped in enumerate(accelerator._optimizers):
+            if all(wrapped is not own for own in optimizers):
+                self._undo.append(stand_before(wrapped, "step", functools.partial(self._foreign_step, -1 - number)))
         self._undo.append(accelerator.register_save_state_pre_hook(self._save).remove)
         self._undo.append(accelerator.register_load_state_pre_hook(self._load).remove)
 
+    def close(self, *, after_exception: bool = False) -> None:
+        """Put everything back; see `LoopHandle.close`."""
+        super().close(after_exception=after_exception)
+        self.__dict__.pop("_accelerator", None)
+
+    def record_loss(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
+        """Take the loss of a micro-batch instead of the one that `accelerator.backward` was given."""
+        if not self.is_closed:
+            self._suites.tally.tell(loss, weight=weight)
+
     def measure(self) -> None:
         """Run the callbacks now; see `LoopHandle.measure`."""
-        self._begin(range(len(self._optimizers)))
+        if not self.is_closed:
+            self._begin(range(len(self._optimizers)))
 
     def position(self) -> Position:
         """Micro-batches that the accelerator has seen since the last step."""
-        divisor = self._accelerator.gradient_accumulation_steps if self._is_counting else 0
-        return Position(self._batch_index, self._num_backwards, divisor)
+        divisor = self._accelerator.gradient_accumulation_steps
+        return Position(self._batch_index, self._num_backwards, divisor if divisor > 1 or self._is_counting else 0)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         result = original(loss, **kwargs)
-        # `accumulate` counts micro-batches; several backward passes within one are one micro-batch.
+        # `accumulate` counts micro-batches; several backward passes within one are one micro-batch. A loop without it
+        # has one a step, unless the accelerator divides its losses.
         counter = self._accelerator.step
         self._is_counting = self._is_counting or counter > 0
-        if counter != self._counter or self._num_backwards == 0 or not self._is_counting:
-            self._num_backwards += 1
-            self._batch_index += 1
+        divides = self._accelerator.gradient_accumulation_steps > 1
+        is_new = counter != self._counter if self._is_counting else divides
+        starts = is_new or self._num_backwards == 0
+        self._num_backwards += starts
+        self._batch_index += starts
         self._counter, self._num_calls = counter, self._num_calls + 1
         if isinstance(loss, Tensor):
-            self._suites.tally.add(loss)
+            self._suites.tally.add(loss, starts=starts)
         return result
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         suites = self._begin(self._numbers_of(parameters))
-        result = original(parameters, max_norm, norm_type=norm_type)
+        with self._clipping():
+            result = original(parameters, max_norm, norm_type=norm_type)
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
         for number, suite in suites:
             own = {id(p) for group in self._optimizers[number].param_groups for p in group["params"] if p.requires_grad}
@@ -180,14 +140,16 @@ class AccelerateHandle(LoopHandle):
     def _clip_grad_value_(self, original: Callable[..., Any], parameters: Any, clip_value: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         suites = self._begin(self._numbers_of(parameters))
-        result = original(parameters, clip_value)
+        with self._clipping():
+            result = original(parameters, clip_value)
         for _, suite in suites:
             suite.after_clip(max_norm=None, is_unscaled=True)
         return result
 
     def _unscale_gradients(self, original: Callable[..., Any], optimizer: Any = None) -> Any:
-        if self._accelerator.scaler is None:
-            return original(optimizer)  # which does nothing either
+        # Without a scaler it does nothing; a clip calls it for all optimizers, whatever it clips.
+        if self._accelerator.scaler is None or self._is_clipping:
+            return original(optimizer)
         given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
         inner = [inner_optimizer(wrapped) for wrapped in given]
         everything = optimizer is None
@@ -196,18 +158,38 @@ class AccelerateHandle(LoopHandle):
         return original(optimizer)
 
     def _step(self, number: int, original: Callable[..., Any], closure: Any = None) -> Any:
-        if closure is not None and not self._has_warned_of_closure:
-            self._has_warned_of_closure = True
-            warn(
-                "optimizer.step(closure) computes gradients inside the step, where they cannot be seen before the "
-                "optimizer uses them: its steps are not measured. Call accelerator.backward(loss) and optimizer.step()"
-            )
+        if closure is not None:
+            self._warn_of_closure()
         if closure is not None or not self._accelerator.sync_gradients or is_state_setup():
             return original(closure)
         self._begin([number], is_step=True)
-        result = original(closure)
+        try:
+            result = original(closure)
+        except BaseException:
+            self._suites.abandon(number)
+            raise
         self.finish(number)
         return result
+
+    def _foreign_step(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Of another model, perhaps, whose losses are not ours; if it shares ours, they are still there for our step.
+        if not self.is_closed and self._accelerator.sync_gradients:
+            self._suites.tally.take(number)
+            self._num_backwards = 0
+        return original(*args, **kwargs)
+
+    def _zero_grad(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_closed or not self._accelerator.sync_gradients:
+            return original(*args, **kwargs)  # which does nothing within a window
+        return super()._zero_grad(number, original, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _clipping(self) -> Iterator[None]:
+        self._is_clipping = True
+        try:
+            yield
+        finally:
+            self._is_clipping = False
 
     def _end_training(self, original: Callable[..., Any]) -> Any:
         # Trackers are closed and the process group is gone after it.
@@ -242,9 +224,9 @@ class AccelerateHandle(LoopHandle):
         accelerator = self._accelerator
         is_local = accelerator.project_configuration.save_on_each_node and accelerator.is_local_main_process
         # Every rank: an error in a state must not be one rank's alone.
-        states = self.state_dict()
+        encoded = encode_states(self.state_dict())
         if accelerator.is_main_process or is_local:
-            save_states(states, Path(folder), name=self._file_name)
+            write_states(encoded, Path(folder), name=self._file_name)
 
     def _load(self, models: Any, folder: str) -> None:
         is_there = has_states(Path(folder), name=self._file_name)
@@ -262,3 +244,18 @@ class AccelerateHandle(LoopHandle):
                 "use a folder that all nodes share, or ProjectConfiguration(save_on_each_node=True)"
             )
         self.load_state_dict(load_states(Path(folder), name=self._file_name))
+
+
+def _handles_on(accelerator: Any) -> list[AccelerateHandle]:
+    hooks = (getattr(hook, "__self__", None) for hook in accelerator._save_model_state_pre_hook.values())
+    return [handle for handle in hooks if isinstance(handle, AccelerateHandle)]
+
+
+def _refuse_same_keys(own: Sequence[StabilizerCallback], others: Sequence[StabilizerCallback]) -> None:
+    taken = {callback.state_key for callback in others}
+    for callback in own:
+        if callback.state_key in taken:
+            raise ValueError(
+                f"another handle on this accelerator has {callback.state_key!r}, under which values and states would "
+                'collide; give this one a name, as in name="second", or attach once with all optimizers in a list'
+            )

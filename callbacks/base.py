@@ -62,6 +62,10 @@ class StabilizerCallback(HostCallback):
     max_abs_every_n_steps: int | None = None
     # What weighs the micro-batches in `context.loss`; without it a step's loss is not looked at.
     loss_weight: Weight | None = None
+    # At which steps `context.after` and `context.loss.extremes` are read. What is exchanged at a step follows from
+    # these numbers, which are the same on every rank, and from nothing that could come out differently there.
+    after_every_n_steps: Sequence[int] = ()
+    extremes_every_n_steps: int | None = None
 
     def __init__(
         self,
@@ -97,22 +101,6 @@ class StabilizerCallback(HostCallback):
 
     def on_run_end(self, context: StepContext) -> None:
         """Called when training ends, with the context of the last step."""
-
-    def wants_after(self, step: int) -> bool:
-        """Whether `context.after` is read at a step; measuring it may cost a pass.
-
-        Args:
-            step: The optimizer step.
-        """
-        return False
-
-    def wants_extremes(self, step: int) -> bool:
-        """Whether `context.loss.extremes` is read at a step; a few numbers a rank are exchanged for it.
-
-        Args:
-            step: The optimizer step.
-        """
-        return False
 
     def limitations(self, setting: Any) -> list[str]:
         """What this callback promises and cannot do in a run, with the reasons; shown when training starts.

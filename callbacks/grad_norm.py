@@ -95,6 +95,8 @@ class GradNormCallback(StabilizerCallback):
             strict=strict,
         )
         self.layer_every_n_steps = check_optional_interval("layer_every_n_steps", layer_every_n_steps)
+        intervals = (every_n_steps, layer_every_n_steps)
+        self.after_every_n_steps = [interval for interval in intervals if interval is not None]
         self.norm_type: NormType = parse_norm_type(norm_type)
         self.max_abs_every_n_steps = check_optional_interval("max_abs_every_n_steps", max_abs_every_n_steps)
         self.heatmap_every_n_steps = check_optional_interval("heatmap_every_n_steps", heatmap_every_n_steps)
@@ -130,10 +132,6 @@ class GradNormCallback(StabilizerCallback):
             context.log(tags.GRAD_NORM_TOTAL_AFTER, context.after.total_norm)
         if _is_due(context.step, self.layer_every_n_steps):
             context.log_layers(tags.GRAD_NORM_LAYER_AFTER, context.after.norms)
-
-    def wants_after(self, step: int) -> bool:
-        """At the steps at which the total or the layers are logged."""
-        return step % self.every_n_steps == 0 or _is_due(step, self.layer_every_n_steps)
 
     def on_run_end(self, context: StepContext) -> None:
         """Draw the last picture."""

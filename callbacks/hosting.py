@@ -9,13 +9,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.errors import logger, warn
 from stabilizer.late import Sink
+from stabilizer.parameters import named_parameters
 
-__all__ = ["arrange_charts", "is_disabled", "refuse_optimizers", "scale_still_in", "stand_before"]
+__all__ = [
+    "JOINED",
+    "arrange_charts",
+    "check_selections",
+    "is_disabled",
+    "is_joined",
+    "refuse_optimizers",
+    "scale_still_in",
+    "stand_before",
+]
+
+JOINED = (
+    "join has been entered (of DDP, or accelerator.join_uneven_inputs): from here on nothing is measured. A rank "
+    "without batches cannot take part, and torch does not tell when the join ends. Give all ranks the same number of batches "
+    "(drop_last, even_batches) instead"
+)
 
 
 def is_disabled(callbacks: Sequence[StabilizerCallback]) -> bool:
@@ -45,6 +61,37 @@ def refuse_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             "optimizer LBFGS evaluates the loss up to max_iter times a step, so that a step has no one gradient; "
             "use a first-order optimizer or remove the stabilizer callbacks"
         )
+
+
+def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) -> tuple[str, ...]:
+    """Raise for `layers=` and `exclude=` that match nothing in a model, before the first step.
+
+    Args:
+        callbacks: All of ours.
+        model: The model that will train.
+
+    Returns:
+        Names of all parameters: some may be frozen for the moment.
+
+    Raises:
+        ValueError: Names the item and what there is.
+    """
+    names = tuple(name for _, name in named_parameters(model))
+    for callback in callbacks:
+        callback.choose(names)
+    return names
+
+
+def is_joined(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the ranks have entered `DDP.join`, where one without batches answers DDP's collectives, not ours.
+
+    torch keeps the mark when the join has ended, on every rank alike.
+
+    Args:
+        model: As it trains.
+        optimizer: May take part too.
+    """
+    return any(getattr(getattr(thing, "_join_config", None), "enable", False) for thing in (model, optimizer))
 
 
 def scale_still_in(scaler: Any, optimizer: torch.optim.Optimizer) -> Tensor | None:
@@ -97,6 +144,8 @@ def stand_before(owner: Any, name: str, function: Callable[..., Any]) -> Callabl
 
     @functools.wraps(original)
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not owner:  # a copy of the owner, which shall not act on the original
+            return getattr(type(self), name)(self, *args, **kwargs)
         return function(original, *args, **kwargs) if is_on else original(*args, **kwargs)
 
     # A method, since others (learning-rate schedulers) expect to find one.

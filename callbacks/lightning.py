@@ -16,11 +16,18 @@ from torch import Tensor
 from stabilizer.callbacks._bases import register_lightning
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
-from stabilizer.callbacks.hosting import arrange_charts, is_disabled, refuse_optimizers, scale_still_in, stand_before
+from stabilizer.callbacks.hosting import (
+    arrange_charts,
+    check_selections,
+    is_disabled,
+    refuse_optimizers,
+    scale_still_in,
+    stand_before,
+)
 from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
 from stabilizer.callbacks.preflight import preflight
 from stabilizer.callbacks.sinks import LightningSink
-from stabilizer.callbacks.suite import Suite, check_selections
+from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.errors import logger, warn
 

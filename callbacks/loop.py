@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
-from stabilizer.callbacks.hosting import arrange_charts, is_disabled, refuse_optimizers
+from stabilizer.callbacks.hosting import arrange_charts, check_selections, refuse_optimizers, stand_before
 from stabilizer.callbacks.preflight import Setting, preflight
-from stabilizer.callbacks.suite import Suite, check_selections
+from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
+from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
 from stabilizer.errors import warn
 from stabilizer.late import Sink
 
@@ -35,6 +36,7 @@ class LoopHandle:
     Attributes:
         callbacks: As given.
         is_closed: Whether nothing is measured any more.
+        is_idle: Whether nothing ever was: there were no callbacks, or the environment turns them off.
 
     Raises:
         ValueError: If a callback or an optimizer cannot be attached.
@@ -52,21 +54,34 @@ class LoopHandle:
         self.callbacks = list(callbacks)
         _check(self.callbacks)
         refuse_optimizers(optimizers)
-        self.is_closed = is_disabled(self.callbacks)
+        self.is_closed = False
         self._model, self._optimizers, self._groups = model, list(optimizers), groups
         self._suites = Suites(self.callbacks, sink=sink)
         self._undo: list[Callable[[], None]] = []
         self._num_backwards, self._batch_index = 0, -1
-        if self.is_closed:
-            return
+        self._stepping: set[int] = set()
+        self._has_charts = self._has_warned_of_closure = False
         if groups is None:
             self._suites.known_names = check_selections(self.callbacks, model)
         for callback in self.callbacks:
             callback.driver = self
-        self._has_charts = False
         # A module that is compiled in place runs its hooks inside the compiled graph.
         if self._suites.tally.weights and getattr(model, "_compiled_call_impl", None) is None:
-            self._undo.append(model.register_forward_pre_hook(self._forward, with_kwargs=True).remove)
+            hook = ForwardHook(self)
+            self._undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    is_idle = False
+
+    @classmethod
+    def idle(cls, callbacks: Sequence[StabilizerCallback]) -> LoopHandle:
+        """A handle that does nothing.
+
+        Args:
+            callbacks: Those that will not work.
+        """
+        handle = cls.__new__(cls)
+        handle.callbacks, handle.is_closed, handle.is_idle, handle._undo = list(callbacks), True, True, []
+        return handle
 
     def start(self, setting: Callable[[], Setting]) -> None:
         """Show what there is to know before the first step.
@@ -74,8 +89,7 @@ class LoopHandle:
         Args:
             setting: Finds out what is known of this run.
         """
-        if not self.is_closed:
-            preflight(setting)
+        preflight(setting)
 
     def watch(self, number: int) -> None:
         """Run the suite in the step of an optimizer of torch.
@@ -86,24 +100,39 @@ class LoopHandle:
         optimizer = self._optimizers[number]
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not is_state_setup():
-                # A scaler leaves the scale to a fused optimizer, and puts it there for the step.
-                self.run(number, grad_scale=getattr(optimizer, "grad_scale", None))
+            if is_state_setup():
+                return
+            if has_closure(args, kwargs):
+                self._warn_of_closure()
+                return
+            if number in self._stepping:
+                if is_nested_step(optimizer):
+                    return
+                if self._suites.abandon(number):  # the step before raised
+                    self._suites.tally.put_back(number)
+            self._stepping.add(number)
+            # A scaler leaves the scale to a fused optimizer, and puts it there for the step.
+            self.run(number, grad_scale=getattr(optimizer, "grad_scale", None))
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not is_state_setup():
+            if number in self._stepping:
+                self._stepping.discard(number)
                 self.finish(number)
 
         self._undo.append(optimizer.register_step_pre_hook(before).remove)
         self._undo.append(optimizer.register_step_post_hook(after).remove)
+        self._undo.append(stand_before(optimizer, "zero_grad", functools.partial(self._zero_grad, number)))
 
     def measure(self) -> None:
         """Run the callbacks now, on the gradients as they are: for a loop that clips before its optimizer's step.
 
         Call it when the gradients of a step are complete, on every rank; without it they are measured in
-        `optimizer.step()`. The step after it does not measure again.
+        `optimizer.step()`. The step after it does not measure again. A second call says that the loop has skipped the
+        step of the first.
         """
-        for number in range(len(self._optimizers)):
+        for number in range(0 if self.is_closed else len(self._optimizers)):
+            if self._suites.abandon(number):
+                self._suites.tally.put_back(number)
             self.run(number)
 
     def record_loss(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
@@ -137,7 +166,10 @@ class LoopHandle:
         missing = [callback.state_key for callback in self.callbacks if callback.state_key not in state_dict]
         if missing:
             warn(f"no state of {', '.join(missing)}, which start anew; there is {sorted(state_dict)}")
-        self._suites.close(is_end=False)
+        if not self.is_closed:
+            self._suites.close(is_end=False)
+            self._suites.tally.discard()
+            self._num_backwards = 0
         for callback in self.callbacks:
             if callback.state_key in state_dict:
                 callback.load_state_dict(state_dict[callback.state_key])
@@ -155,10 +187,10 @@ class LoopHandle:
         self.is_closed = True
         for callback in self.callbacks:
             callback.driver = None
-        for _, suite in self._suites:
-            if suite.is_open:  # the loop broke off before its optimizer moved
-                suite.abandon()
+        for number, _ in list(self._suites):  # a loop that broke off before its optimizer moved
+            self._suites.abandon(number)
         self._suites.close(after_exception=after_exception)
+        del self._model, self._optimizers, self._groups
 
     def settle(self) -> None:
         """Close steps whose optimizer has moved: none is left open here."""
@@ -182,7 +214,7 @@ class LoopHandle:
             suite.run(
                 grad_scale=grad_scale,
                 is_scaled=is_scaled or grad_scale is not None,
-                losses=self._suites.tally.take(),
+                losses=self._suites.tally.take(number),
                 position=self.position(),
             )
         return suite
@@ -201,16 +233,38 @@ class LoopHandle:
         """Where the loop is in its data, as far as it has told."""
         return Position(self._batch_index, self._num_backwards)
 
+    def _zero_grad(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Gradients that no step has used are thrown away, and so are their losses.
+        if not self.is_closed:
+            self._suites.abandon(number)
+            self._suites.tally.clear()
+            self._num_backwards = 0
+        return original(*args, **kwargs)
+
+    def _warn_of_closure(self) -> None:
+        if not self._has_warned_of_closure:
+            self._has_warned_of_closure = True
+            warn(CLOSURE)
+
     def _suite(self, number: int) -> Suite:
         optimizer = self._optimizers[number]
         return self._suites.get(number, model=self._model, optimizer=optimizer, groups=self._groups)
 
-    def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled():
+    def see_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take note of what the model is given.
+
+        Args:
+            module: The model.
+            args: Positional arguments of its forward.
+            kwargs: Its other arguments.
+        """
+        if not self.is_closed and module.training and torch.is_grad_enabled():
             self._suites.tally.begin(kwargs if kwargs and ("labels" in kwargs or not args) else args)
 
     def __enter__(self) -> LoopHandle:
         """The handle itself."""
+        if self.is_closed and not self.is_idle:
+            raise ValueError("this handle is closed; attach again")
         return self
 
     def __exit__(
@@ -220,22 +274,10 @@ class LoopHandle:
         self.close(after_exception=error is not None)
 
 
-def is_state_setup() -> bool:
-    """Whether torch steps the optimizer on zeros, only to have its state made for a checkpoint."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state":
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _check(callbacks: Sequence[Any]) -> None:
     wrong = [callback for callback in callbacks if not isinstance(callback, StabilizerCallback)]
-    if wrong or not callbacks:
-        raise ValueError(
-            f"callbacks={wrong[:1] or callbacks}: expected a list of StabilizerCallback, like [GradNormCallback()]"
-        )
+    if wrong:
+        raise ValueError(f"callbacks={wrong[:1]}: expected a list of StabilizerCallback, like [GradNormCallback()]")
     keys = [callback.state_key for callback in callbacks]
     for callback in callbacks:
         if keys.count(callback.state_key) > 1:

@@ -97,16 +97,17 @@ class LossMeanVarCallback(StabilizerCallback):
             raise ValueError(f'on_alarm={on_alarm!r}: expected a list of actions; allowed is "log", and [] for none')
         self.windows = WindowedStatistics(windows=windows).windows
         self.loss_weight = weight
+        self.extremes_every_n_steps = self.every_n_steps
         self.warmup_steps = check_interval("warmup_steps", warmup_steps, minimum=0)
         self.cooldown_steps = check_interval("cooldown_steps", cooldown_steps, minimum=0)
         self.on_alarm = list(on_alarm)
-        self._alarm = NonfiniteLosses(cooldown_steps=self.cooldown_steps) if self.on_alarm else None
+        self._alarms: dict[int, NonfiniteLosses] = {}
         self._statistics: dict[int, WindowedStatistics] = {}
         self._num_nonfinite: dict[int, Tensor] = {}
         self._buffers: dict[int, _Buffer] = {}
 
-    def on_gradients(self, context: StepContext) -> None:
-        """Keep this step's loss, and log where it is due."""
+    def on_step_end(self, context: StepContext) -> None:
+        """Keep this step's loss, now that it is a step, and log where it is due."""
         loss, index = context.loss, context.optimizer_index
         assert loss is not None  # `loss_weight` is set
         buffer = self._buffers.setdefault(index, _Buffer())
@@ -128,10 +129,6 @@ class LossMeanVarCallback(StabilizerCallback):
         if self._buffers.get(context.optimizer_index, _Buffer()).steps:
             self._flush(context.optimizer_index, context)
             self._log(context)
-
-    def wants_extremes(self, step: int) -> bool:
-        """At the steps that are logged."""
-        return step % self.every_n_steps == 0
 
     def statistics(self, optimizer_index: int = 0) -> dict[str, float]:
         """What the windows hold now; waits for the device.
@@ -182,6 +179,7 @@ class LossMeanVarCallback(StabilizerCallback):
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Take the windows back; windows of other lengths get as much as they hold."""
         self._buffers.clear()
+        self._alarms.clear()  # what was said after the checkpoint has not been said of what comes now
         self._statistics = {}
         for index, saved in state["windows"].items():
             self._statistics[int(index)] = _restored(saved, self.windows)
@@ -205,10 +203,11 @@ class LossMeanVarCallback(StabilizerCallback):
                 found.update(mean, step)
         before = self._num_nonfinite.get(index)
         self._num_nonfinite[index] = counts.sum() + (0 if before is None else before.to(device))
-        if self._alarm is not None and context is not None:
+        if self.on_alarm and context is not None:
             extremes = buffer.losses[-1].extremes
             by_rank = counts[:0] if extremes is None else extremes.num_nonfinite
-            context.later(torch.cat([counts, by_rank]), self._alarm.reader(buffer.steps, buffer.batches))
+            alarm = self._alarms.setdefault(index, NonfiniteLosses(cooldown_steps=self.cooldown_steps))
+            context.later(torch.cat([counts, by_rank]), alarm.reader(buffer.steps, buffer.batches))
 
     def _log(self, context: StepContext) -> None:
         index = context.optimizer_index

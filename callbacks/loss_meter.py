@@ -63,7 +63,8 @@ class LossMeter:
                 f"{', '.join(names)}: no loss was seen in {_STEPS} steps. Call handle.record_loss(loss) in a loop that "
                 "propagates its loss without accelerator.backward(), or return it from training_step"
             )
-        self._with_extremes = any(callback.wants_extremes(step) for callback in self._callbacks)
+        intervals = {callback.extremes_every_n_steps for callback in self._callbacks}
+        self._with_extremes = any(interval is not None and step % interval == 0 for interval in intervals)
         return self._reduction.pack(pieces, device=device, with_extremes=self._with_extremes)
 
     def read(self, sums: Tensor) -> Exception | None:
@@ -80,6 +81,10 @@ class LossMeter:
             self._losses = dict(zip(self._reduction.weights, found, strict=True))
         failure, self._reduction.failure = self._reduction.failure, None
         return failure
+
+    def drop(self) -> None:
+        """Forget the losses of the step at hand: its optimizer has not moved."""
+        self._reduction.drop()
 
     def loss_for(self, callback: StabilizerCallback) -> StepLoss | None:
         """The step's loss as a callback wants it weighted.

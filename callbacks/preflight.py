@@ -14,6 +14,7 @@ from stabilizer.reduction import rank
 __all__ = ["Fact", "Setting", "facts", "preflight", "show"]
 
 _WIDTH = 120
+_shown: list[tuple[str, list[Fact]]] = []
 
 
 def preflight(setting: Setting | Callable[[], Setting]) -> None:
@@ -26,7 +27,11 @@ def preflight(setting: Setting | Callable[[], Setting]) -> None:
         return
     try:
         found = setting() if callable(setting) else setting
-        show(facts(found), title=f"Stabilizer preflight ({found.host})")
+        rows = facts(found)
+        # A loop that attaches in every epoch, or a Trainer that fits again, says nothing new.
+        if (found.host, rows) not in _shown:
+            _shown.append((found.host, rows))
+            show(rows, title=f"Stabilizer preflight ({found.host})")
     except Exception:
         logger.exception("the preflight table failed; training goes on without it")
 

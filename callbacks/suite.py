@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import AfterClip, Position, Selection, StepContext
 from stabilizer.callbacks.failures import Failures
+from stabilizer.callbacks.hosting import JOINED, is_joined
 from stabilizer.callbacks.loss_meter import LossMeter
 from stabilizer.callbacks.missing import MissingGradients
 from stabilizer.errors import warn
-from stabilizer.late import LateLog, Sink
+from stabilizer.late import LateLog, Sink, answers_soon
 from stabilizer.parameters import ParameterIndex, named_parameters
 from stabilizer.reduction import world_size
 from stabilizer.store import GradientStore
@@ -23,26 +25,7 @@ from stabilizer.tags import prefix
 from stabilizer.tally import MicroBatchLoss
 from stabilizer.view import LayerView
 
-__all__ = ["Suite", "check_selections"]
-
-
-def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) -> tuple[str, ...]:
-    """Raise for `layers=` and `exclude=` that match nothing in a model, before the first step.
-
-    Args:
-        callbacks: All of ours.
-        model: The model that will train.
-
-    Returns:
-        Names of all parameters: some may be frozen for the moment.
-
-    Raises:
-        ValueError: Names the item and what there is.
-    """
-    names = tuple(name for _, name in named_parameters(model))
-    for callback in callbacks:
-        callback.choose(names)
-    return names
+__all__ = ["Suite"]
 
 
 class Suite:
@@ -88,7 +71,7 @@ class Suite:
         self._grad_scale: Tensor | None = None
         self._position = Position()
         self._num_clips = 0
-        self._has_said_nothing = False
+        self._has_said_nothing = self._has_warned_of_join = False
         self.is_open = False
 
     def run(
@@ -107,6 +90,11 @@ class Suite:
             losses: Of this rank's micro-batches.
             position: Where the host is in its data.
         """
+        if is_joined(self._model, self.optimizer):
+            if not self._has_warned_of_join:
+                self._has_warned_of_join = True
+                warn(JOINED)
+            return
         store = self._current_store()
         self._write(before=self.step)
         self.is_open, self._contexts = True, []
@@ -148,23 +136,25 @@ class Suite:
         self._num_clips += 1
         if is_unscaled:
             self._grad_scale = None
-        if self._store is None or not any(callback.wants_after(self.step) for callback in self.callbacks):
+        intervals = {interval for callback in self.callbacks for interval in callback.after_every_n_steps}
+        is_due = any(self.step % interval == 0 for interval in intervals)
+        if self._store is None or self._agreement.is_off or not is_due:
             return
-        total = self.total_norm() if self._num_clips == 1 else None
-        coefficient, again = None, None
-        if max_norm is None or total is None:
-            again = self._store.remeasure(grad_scale=self._grad_scale)
-        else:
-            # What `torch.nn.utils.clip_grad_norm_` multiplies by; it sees gradients with the scale still in them.
-            seen = total if self._grad_scale is None else total * self._grad_scale.to(total.device)
-            coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)
+        # Measuring again is a collective. Whether it must be is known from what is the same on every rank, never from
+        # whether this rank's own measurement has come out.
+        is_known = max_norm is not None and self._num_clips == 1 and 2 in {c.norm_type for c in self.callbacks}
+        again = None if is_known else self._store.remeasure(grad_scale=self._grad_scale)
+        total = self.total_norm()
         for context in self._contexts:
-            norms, total = context.store.norms, context.store.total_norm
+            norms, context_total = context.store.norms, context.store.total_norm
             if again is not None:
-                norms, total = context.store.norms_of(again)
-            elif coefficient is not None:
-                norms, total = norms * coefficient, total * coefficient
-            context.after = AfterClip(norms, total)
+                norms, context_total = context.store.norms_of(again)
+            elif total is not None and max_norm is not None:
+                # What `torch.nn.utils.clip_grad_norm_` multiplies by; it sees gradients with the scale still in them.
+                seen = total if self._grad_scale is None else total * self._grad_scale.to(total.device)
+                coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)
+                norms, context_total = norms * coefficient, context_total * coefficient
+            context.after = AfterClip(norms, context_total)
 
     def total_norm(self) -> Tensor | None:
         """L2 norm of all gradients of the step at hand, shape (); `None` if no callback has it measured."""
@@ -184,25 +174,32 @@ class Suite:
 
     def abandon(self) -> None:
         """Forget the step at hand: the optimizer has not moved."""
-        self.is_open = False
-        self.late.forget()
+        if self.is_open:
+            self.is_open = False
+            self.late.forget()
+            self._meter.drop()
 
-    def close(self, *, is_end: bool = True) -> None:
+    def close(self, *, is_end: bool = True, after_exception: bool = False) -> None:
         """Write everything that is on its way, and let go of the model.
 
         Args:
             is_end: Whether the run ends; else it goes on from a checkpoint, with another suite.
+            after_exception: Whether the run breaks off: a device that hangs is not waited for then.
         """
+        answers = not after_exception or self._store is None or answers_soon(self._store.device)
         try:
-            if self._contexts and is_end:
+            if self._contexts and is_end and answers:
                 self._each("on_run_end")
                 self.late.close_step(self._contexts[0].step)
-            if self._store is not None and is_end:
+            if self._store is not None and is_end and answers:
                 self._missing.conclude()
-            self._write(wait=True)
+            self._write(wait=answers)
         finally:
             for callback in self.callbacks:
-                callback.detach_view(self._optimizer_index)
+                detach = (
+                    callback.detach_view if answers else functools.partial(StabilizerCallback.detach_view, callback)
+                )
+                detach(self._optimizer_index)
 
     def _current_store(self) -> GradientStore | None:
         """The store, made anew when the optimizer's trainable parameters have changed (gradual unfreezing)."""
@@ -234,6 +231,7 @@ class Suite:
             max_abs_every_n_steps=[interval for interval in intervals if interval is not None],
             num_flags=self._agreement.num_flags,
         )
+        store.agree_on_step(self.step)
         # A layer of another optimizer, or of another rank, may be asked for too: it is no mistake.
         known = [*self._known_names, *(name for _, name in named_parameters(self._model))]
         names = list(dict.fromkeys([*known, *store.names]))

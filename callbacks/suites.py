@@ -70,6 +70,20 @@ class Suites:
         self._suites[number].optimizer = optimizer
         return self._suites[number]
 
+    def abandon(self, number: int) -> bool:
+        """Forget the open step of an optimizer.
+
+        Args:
+            number: Its position.
+
+        Returns:
+            Whether there was one.
+        """
+        is_open = number in self._suites and self._suites[number].is_open
+        if is_open:
+            self._suites[number].abandon()
+        return is_open
+
     def close(self, *, is_end: bool = True, after_exception: bool = False) -> None:
         """Write everything and let go of the model; what comes next gets new suites.
 
@@ -80,7 +94,7 @@ class Suites:
         suites, self._suites = self._suites, {}  # a suite holds the model
         for suite in suites.values():
             try:
-                suite.close(is_end=is_end)
+                suite.close(is_end=is_end, after_exception=after_exception)
             except Exception:
                 if not after_exception:
                     raise

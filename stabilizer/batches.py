@@ -21,7 +21,8 @@ def count(batch: Any, kind: str) -> Tensor | int:
         batch: A tensor, or tensors in mappings, sequences and objects with attributes.
         kind: "tokens": labels that are not -100, else the attention mask's ones, else the elements of the first whole
             numbers with two dimensions; "samples": length of the first tensor; "auto": tokens if there are labels for
-            every position, else samples.
+            every position, else samples. Labels that repeat `input_ids` are shifted by the model (a causal language
+            model of transformers), so that the first of a row has no loss and does not count.
 
     Returns:
         The number; a tensor of shape () where it must be counted on the device.
@@ -37,7 +38,7 @@ def count(batch: Any, kind: str) -> Tensor | int:
     """
     labels = _entry(batch, "labels")
     if kind != "samples" and labels is not None and (labels.dim() > 1 or kind == "tokens"):
-        return (labels != IGNORED_LABEL).sum()
+        return _count_labels(labels, _entry(batch, "input_ids"))
     tensors = list(_tensors(batch))
     if kind == "tokens":
         mask = _entry(batch, "attention_mask")
@@ -53,6 +54,16 @@ def count(batch: Any, kind: str) -> Tensor | int:
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ValueError(f"weight={kind!r}: the batch ({_describe(batch)}) has no tensor whose samples could be counted")
+
+
+def _count_labels(labels: Tensor, input_ids: Tensor | None) -> Tensor:
+    is_counted = labels != IGNORED_LABEL
+    total = is_counted.sum()
+    if input_ids is None or input_ids.shape != labels.shape or labels.dim() < 2:
+        return total
+    # Asked on the device: the host must not wait for it.
+    is_copy = ((labels == input_ids) | ~is_counted).all()
+    return total - is_copy * is_counted[..., 0].sum()
 
 
 def _entry(batch: Any, name: str) -> Tensor | None:

@@ -1,9 +1,6 @@
 """Callbacks from a YAML file.
 
-The file maps a feature to a switch or to the arguments of its callback:
-
-    preset: safe
-    grad_norm: {every_n_steps: 5}
+The file maps a feature to a switch or to its callback's arguments, as in `grad_norm: {every_n_steps: 5}`.
 
 `stabilizer.callbacks` re-exports what is here, so the callbacks are imported inside functions.
 """
@@ -76,8 +73,11 @@ def load_callbacks(path: str | os.PathLike[str]) -> list[StabilizerCallback]:
     return callbacks
 
 
-def recommended() -> list[StabilizerCallback]:
+def recommended(*, name: str = "") -> list[StabilizerCallback]:
     """Make the default suite; `preset: safe` in a file is the same.
+
+    Args:
+        name: Of every callback: prefix of their tags, for one suite of several.
 
     Returns:
         New callbacks.
@@ -86,11 +86,10 @@ def recommended() -> list[StabilizerCallback]:
         >>> [type(callback).__name__ for callback in recommended()]
         ['GradNormCallback', 'LossMeanVarCallback']
     """
-    return _make({feature: dict(arguments) for feature, arguments in PRESETS["safe"].items()})
+    return _make({feature: {"name": name, **arguments} for feature, arguments in PRESETS["safe"].items()})
 
 
-# Arguments have few levels; far deeper ones would end in a RecursionError.
-_MAX_DEPTH = 20
+_MAX_DEPTH = 20  # arguments have few levels; far deeper ones would end in a RecursionError
 
 
 class _BadFile(Exception):

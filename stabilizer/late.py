@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy", "LateLog", "Sink"]
+__all__ = ["HostCopy", "LateLog", "Sink", "answers_soon"]
 
 
 class Sink(Protocol):
@@ -58,6 +59,26 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy
+
+
+def answers_soon(device: torch.device, *, seconds: float = 5.0) -> bool:
+    """Whether a device gets through its queue within some time: after a failed collective it may never.
+
+    Args:
+        device: Of any kind; a CPU has no queue.
+        seconds: How long to wait.
+    """
+    if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device.type)
+    event = module.Event()
+    event.record(module.current_stream(device))
+    end = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @dataclasses.dataclass

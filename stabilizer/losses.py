@@ -108,7 +108,10 @@ class LossReduction:
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = tuple(weights)
         self.failure: Exception | None = None
-        self._held: list[Tensor] = []  # losses since the last exchange of extremes
+        # Losses since the last exchange of extremes, and those of the step at hand, which may turn out to be none.
+        self._held: list[Tensor] = []
+        self._latest: Tensor | None = None
+        self._is_sent = False  # whether the extremes of all of them have been exchanged at the step at hand
 
     def pack(self, pieces: Sequence[MicroBatchLoss], *, device: torch.device, with_extremes: bool) -> Tensor:
         """This rank's part of the sums.
@@ -122,19 +125,26 @@ class LossReduction:
             Shape (n,); n depends on the arguments and the number of ranks alone.
         """
         empty = torch.zeros(0, dtype=accumulation_dtype(device), device=device)
-        numbers = None
+        numbers, extremes = empty.new_zeros(2 * len(self.weights) + 2), _nothing(empty)
+        self._commit()
         try:
-            numbers = self._sums(pieces, empty) if pieces else None
+            # The other ranks wait in the collective: whatever happens here, this rank takes part with the same shape.
+            if pieces:
+                numbers = self._sums(pieces, empty)
+            if with_extremes:
+                latest = [] if self._latest is None else [self._latest]
+                extremes, self._is_sent = _extremes(torch.cat([empty, *self._held, *latest])), True
         except Exception as error:
-            self.failure = error
-        if numbers is None:
-            numbers = empty.new_zeros(2 * len(self.weights) + 2)
+            self.failure, self._held, self._latest = error, [], None
         if not with_extremes:
             return numbers
-        losses, self._held = torch.cat([empty, *self._held]), []
         slots = empty.new_zeros(3, world_size())
-        slots[:, rank()] = _extremes(losses)
+        slots[:, rank()] = extremes
         return torch.cat([numbers, slots.reshape(-1)])
+
+    def drop(self) -> None:
+        """Forget the losses of the step at hand: its optimizer has not moved."""
+        self._latest, self._is_sent = None, False
 
     def unpack(self, sums: Tensor, *, with_extremes: bool) -> list[StepLoss]:
         """Read the sums over all ranks.
@@ -160,22 +170,35 @@ class LossReduction:
         losses = torch.stack([_as(piece.loss, empty) for piece in pieces])
         columns = zip(*(piece.weights for piece in pieces), strict=True)
         weights = torch.stack([torch.stack([_as(weight, empty) for weight in column]) for column in columns])
-        self._held.append(losses)
-        if len(self._held) == _MAX_HELD:
-            self._held = [torch.cat(self._held)]
         is_bad = ~torch.isfinite(losses)
         weighted = weights * losses.masked_fill(is_bad, 0.0)
         others = torch.stack([is_bad.to(losses.dtype), torch.ones_like(losses)])
-        return torch.cat([weighted, weights, others]).sum(1)
+        numbers = torch.cat([weighted, weights, others]).sum(1)
+        self._latest = losses
+        return numbers
+
+    def _commit(self) -> None:
+        """The step before was one."""
+        if self._is_sent:
+            self._held, self._latest, self._is_sent = [], None, False
+        if self._latest is not None:
+            self._held.append(self._latest)
+            self._latest = None
+        if len(self._held) == _MAX_HELD:
+            self._held = [torch.cat(self._held)]
 
 
 def _extremes(losses: Tensor) -> Tensor:
     """Smallest and largest finite loss (infinities if there is none) and how many are not finite, shape (3,)."""
     is_bad = ~torch.isfinite(losses)
-    infinity = losses.new_full((1,), torch.inf)
-    low = torch.cat([losses.masked_fill(is_bad, torch.inf), infinity]).amin()
-    high = torch.cat([losses.masked_fill(is_bad, -torch.inf), -infinity]).amax()
-    return torch.stack([low, high, is_bad.sum().to(losses.dtype)])
+    low, high, none = _nothing(losses).unbind()
+    low = torch.cat([losses.masked_fill(is_bad, torch.inf), low.reshape(1)]).amin()
+    high = torch.cat([losses.masked_fill(is_bad, -torch.inf), high.reshape(1)]).amax()
+    return torch.stack([low, high, none + is_bad.sum()])
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return torch.stack([like.new_full((), torch.inf), like.new_full((), -torch.inf), like.new_zeros(())])
 
 
 def _as(value: Tensor | float, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from stabilizer.errors import warn
@@ -62,7 +63,7 @@ class GradientStore:
         self.index = index
         self.device = index.device
         self.ring = ring
-        reducer = Reducer(self.device)
+        self._reducer = reducer = Reducer(self.device)
         self.names = names = index.all_names(reducer)
         layers = {_key(granularity): layer_names(names, granularity) for granularity in granularities}
         # A unit is what no grouping tells apart: all that has to be reduced over ranks.
@@ -109,6 +110,27 @@ class GradientStore:
             if self.current is not None:
                 self._views[key, norm_type].record(self.current)
         return self._views[key, norm_type]
+
+    def agree_on_step(self, step: int) -> None:
+        """Raise if the ranks are at different steps: what is due at a step would differ, and so would collectives.
+
+        A collective, for the beginning of a run.
+
+        Args:
+            step: Number of this rank's next optimizer step.
+
+        Raises:
+            ValueError: On every rank, with the smallest and the largest number.
+        """
+        if self._reducer.world_size == 1:
+            return
+        numbers = torch.tensor([float(step), -float(step)], dtype=torch.float64, device=self.device)
+        highest, lowest = self._reducer.maximum(numbers).tolist()
+        if highest != -lowest:
+            raise ValueError(
+                f"the ranks are at different steps ({-lowest:.0f} to {highest:.0f}): load the states of the callbacks "
+                "on every rank, or on none"
+            )
 
     def measure(
         self,

@@ -18,23 +18,23 @@ Weight: TypeAlias = Literal["auto", "tokens", "samples"]
 
 
 class MicroBatchLoss(NamedTuple):
-    """A loss, shape (), and its weight of every kind that is asked for: numbers, or tensors of shape ()."""
+    """A loss and its weight of every kind that is asked for: numbers, or tensors of shape ()."""
 
-    loss: Tensor
+    loss: Tensor | float
     weights: tuple[Tensor | float, ...]
 
 
-def find_loss(output: Any) -> Tensor:
+def find_loss(output: Any) -> Tensor | float:
     """The loss in what a training step or a model returns.
 
     Args:
         output: A number, a tensor of one element, or a mapping with the key "loss" (so also an output of transformers).
 
     Returns:
-        The loss, shape (), detached.
+        A number, or the loss, shape (), detached.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is none of these.
 
     Example:
         >>> find_loss({"loss": torch.tensor([2.5]), "logits": torch.zeros(3)})
@@ -42,19 +42,22 @@ def find_loss(output: Any) -> Tensor:
     """
     found = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(found, int | float):
-        return torch.tensor(float(found))
+        return float(found)
     if not isinstance(found, Tensor) or found.numel() != 1:
         described = f"a mapping with {sorted(map(str, output))}" if isinstance(output, Mapping) else _describe(found)
         raise ValueError(f'loss: {described}: expected a tensor of one element, or a mapping with one under "loss"')
+    found = found.detach()
+    # A DTensor's (tensor parallelism) is the same on all ranks of its mesh, or there are parts to add up.
+    whole: Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
     # A copy: what was handed to us may be scaled in place a moment later.
-    return found.detach().reshape(()).clone()
+    return whole.reshape(()).clone()
 
 
 class LossTally:
     """One rank's losses since the last optimizer step.
 
-    A host tells when a micro-batch begins and what losses are propagated. Several losses of one micro-batch are parts
-    of one loss and are added; without word of micro-batches each loss is one.
+    A host tells what batch the model gets and what losses are propagated. Several losses of one micro-batch are parts
+    of one loss and are added.
 
     Args:
         weights: The kinds of weight that anybody will read.
@@ -72,39 +75,50 @@ class LossTally:
         self.weights = tuple(weights)
         self._pieces: list[MicroBatchLoss] = []
         self._taken: list[MicroBatchLoss] = []
+        self._takers: set[int] = set()
+        self._is_stale = False
         self._batch: Any = None
         self._has_batch = self._is_begun = self._is_told = False
+        self._last_weights: tuple[Tensor | float, ...] = ()
         self._odd: str | None = None  # why a weight is not known
         self._has_warned = False
 
     def begin(self, batch: Any) -> None:
-        """Start a micro-batch.
+        """Take note of what the model gets.
 
         Args:
-            batch: What the model gets, to count its tokens or samples; kept until the loss comes.
+            batch: To count its tokens or samples; kept until the loss comes.
         """
-        self._batch, self._has_batch, self._is_begun = batch, True, True
+        if self.weights:
+            self._batch, self._has_batch, self._is_begun = batch, True, True
 
-    def add(self, loss: Tensor, *, scale: Tensor | float | None = None) -> None:
+    def add(self, loss: Tensor, *, scale: Tensor | float | None = None, starts: bool | None = None) -> None:
         """Take a loss that a host has seen being propagated.
 
         Args:
             loss: Of one element; the mean over the micro-batch.
             scale: What it has been multiplied by, a number or shape ().
+            starts: Whether it is the first of its micro-batch; by default, if a batch has come since the last one, or
+                never has.
         """
         if not self.weights or self._is_told:
             return
-        value = loss.detach().to(torch.float32).mean() if loss.numel() != 1 else find_loss(loss)
+        value = find_loss(loss if loss.numel() == 1 else loss.detach().to(torch.float32).mean())
         if scale is not None:
-            value = value.to(torch.float32) / (scale.to(value.device) if isinstance(scale, Tensor) else scale)
-        if self._pieces and self._has_batch and not self._is_begun:
+            value = torch.as_tensor(value).to(torch.float32)
+            value = value / (scale.to(value.device) if isinstance(scale, Tensor) else scale)
+        self._drop_stale()
+        if starts is None:
+            starts = self._is_begun or not self._has_batch
+        if self._pieces and not starts:
             last = self._pieces[-1]
             self._pieces[-1] = last._replace(loss=last.loss + value)
-            return
-        self._append(value, None)
+            self._batch, self._is_begun = None, False
+        else:
+            self._append(value, None)
 
     def tell(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
-        """Take a loss from the user; from now on losses that a host sees are left alone.
+        """Take the loss of a micro-batch from the user; from now on losses that a host sees are left alone.
 
         Args:
             loss: See `find_loss`.
@@ -113,13 +127,24 @@ class LossTally:
         if not self.weights:
             return
         if not self._is_told:
-            self._is_told, self._pieces, self._odd = True, [], None
-        self._append(find_loss(loss), weight)
+            self._is_told, self._odd = True, None
+            self.discard()
+        value = find_loss(loss)
+        self._drop_stale()
+        self._append(value, weight)
 
-    def take(self) -> list[MicroBatchLoss]:
-        """The losses of the step at hand. A second optimizer after the same backward passes gets the same ones."""
+    def take(self, optimizer_index: int = 0) -> list[MicroBatchLoss]:
+        """The losses of the step at hand.
+
+        Args:
+            optimizer_index: Whose step it is. A second optimizer after the same backward passes gets the same losses;
+                one that comes again without new ones gets none.
+        """
         if self._pieces:
-            self._taken, self._pieces = self._pieces, []
+            self._taken, self._pieces, self._takers, self._is_stale = self._pieces, [], set(), False
+        if optimizer_index in self._takers:
+            return []
+        self._takers.add(optimizer_index)
         # Of a single micro-batch the weight is of no consequence.
         if self._odd is not None and not self._has_warned and (len(self._taken) > 1 or world_size() > 1):
             self._has_warned = True
@@ -128,7 +153,30 @@ class LossTally:
             )
         return self._taken
 
-    def _append(self, value: Tensor, weight: Tensor | float | None) -> None:
+    def put_back(self, optimizer_index: int) -> None:
+        """Let an optimizer take its losses again: its step did not happen, and is to be measured once more.
+
+        Args:
+            optimizer_index: As of `take`.
+        """
+        self._takers.discard(optimizer_index)
+
+    def clear(self) -> None:
+        """Gradients are cleared. Losses that no step has taken are thrown away with them when the next one comes.
+
+        Not at once: many loops record a loss, clear the old gradients, and propagate it then.
+        """
+        self._is_stale = bool(self._pieces)
+
+    def discard(self) -> None:
+        """Forget losses that no step has taken."""
+        self._pieces, self._is_stale = [], False
+
+    def _drop_stale(self) -> None:
+        if self._is_stale:
+            self.discard()
+
+    def _append(self, value: Tensor | float, weight: Tensor | float | None) -> None:
         if weight is not None:
             weights: tuple[Tensor | float, ...] = (weight,) * len(self.weights)
         else:
@@ -138,11 +186,12 @@ class LossTally:
         self._last_weights = weights
 
     def _count(self, kind: Weight) -> Tensor | float:
-        if not self._has_batch:
+        if not self._is_begun:
+            if self._last_weights and self._has_batch:
+                # One more loss of the batch before (each of several optimizers has its own).
+                return self._last_weights[self.weights.index(kind)]
             self._odd = f"weight={kind!r}: the batch is not known here"
             return 1.0
-        if not self._is_begun:
-            return self._last_weights[self.weights.index(kind)]
         try:
             return count(self._batch, kind)
         except Exception as error:

@@ -115,6 +115,7 @@ class Recorder(StabilizerCallback):
     """Remembers what it sees."""
 
     loss_weight = "samples"
+    after_every_n_steps = (1,)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -131,9 +132,6 @@ class Recorder(StabilizerCallback):
 
     def on_step_end(self, context: StepContext) -> None:
         self.afters.append(None if context.after is None else context.after.total_norm.item())
-
-    def wants_after(self, step: int) -> bool:
-        return True
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def test_two_handles_on_one_accelerator_keep_their_states_apart(tmp_path: Path) 
     accelerator = make_accelerator()
     model, optimizer = prepared(accelerator)
     options: dict[str, Any] = {"model": model, "optimizer": optimizer, "log": lambda *row: None}
-    callbacks = [GradNormCallback(), GradNormCallback(history=5)]
+    callbacks = [GradNormCallback(), GradNormCallback(history=5, name="second")]
     with contextlib.ExitStack() as stack:
         stack.enter_context(attach(accelerator, callbacks=callbacks[:1], **options))
         train(accelerator, model, optimizer, [token_batch()])

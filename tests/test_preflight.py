@@ -201,7 +201,7 @@ def test_numbers_for_people(shape: tuple[int, int], shown: str) -> None:
 def test_what_callbacks_cannot_do() -> None:
     rows = rows_of(make_setting(callbacks=[GradNormCallback(name="vision"), Limited(), ClipTotal()], host="Lightning"))
     assert rows["GradNormCallback[vision]"].value == "ok"
-    assert rows["Limited"] == Fact("Limited", "limited in 2 ways", "sees no tokens in a plain loop; nor ranks")
+    assert rows["Limited"] == Fact("Limited", "limited in 2 ways", "sees no tokens in a Lightning; nor ranks")
 
 
 def test_a_faulty_callback_costs_its_own_row_only() -> None:

@@ -11,15 +11,14 @@ from torch.optim import lr_scheduler
 
 from stabilizer.callbacks import GradNormCallback
 from stabilizer.callbacks.accelerate_setting import accelerate_setting
+from tests.accelerate_loops import make_accelerator
 from tests.launcher import run_distributed
 from tests.models import make_mlp
 from tests.preflight_settings import rows_of
 
 
 def _accelerated(**options: Any) -> tuple[Any, list[Any]]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = make_accelerator(**options)
     model = make_mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
