@@ -29,8 +29,8 @@ __all__ = [
 
 JOINED = (
     "join has been entered (of DDP, or accelerator.join_uneven_inputs): from here on nothing is measured. A rank "
-    "without batches cannot take part, and torch does not tell when the join ends. Give all ranks the same number of batches "
-    "(drop_last, even_batches) instead"
+    "without batches cannot take part, and torch does not tell when the join ends. Give all ranks the same number of "
+    "batches (drop_last, even_batches) instead"
 )
 
 
