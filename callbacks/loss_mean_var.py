@@ -145,9 +145,13 @@ class LossMeanVarCallback(StabilizerCallback):
         return {} if found is None else {name: float(value) for name, value in found.compute().items()}
 
     def limitations(self, setting: Any) -> list[str]:
-        """Losses that nobody tells of."""
-        is_plain = setting.host == "plain loop"
-        return ["sees only what handle.record_loss(loss) is given: loss.backward() cannot be watched"] * is_plain
+        """Losses that nobody tells of, and arguments that mean nothing here."""
+        found = []
+        if setting.host == "plain loop":
+            found.append("sees only what handle.record_loss(loss) is given: loss.backward() cannot be watched")
+        if self.layers is not None or self.exclude or self.granularity != "block":
+            found.append("layers, exclude and granularity have no effect: a loss belongs to no layer")
+        return found
 
     def charts(self) -> dict[str, list[str]]:
         """The means of all windows in one chart, their deviations in another."""

@@ -222,6 +222,11 @@ def test_a_state_fits_windows_of_other_lengths() -> None:
         assert other.statistics()[f"std_{windows[-1]}"] == pytest.approx(np.std(last, ddof=1))
 
 
+def test_arguments_that_mean_nothing_here_are_told_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+    make_trainer(max_steps=1, callbacks=[_callback(exclude=[r"model\.lm_head"])]).fit(make_module("transformer"))
+    assert "a loss belongs to no layer" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
