@@ -42,6 +42,8 @@ class LoopHandle:
         ValueError: If a callback or an optimizer cannot be attached.
     """
 
+    is_idle = False
+
     def __init__(
         self,
         callbacks: Sequence[StabilizerCallback],
@@ -69,8 +71,6 @@ class LoopHandle:
         if self._suites.tally.weights and getattr(model, "_compiled_call_impl", None) is None:
             hook = ForwardHook(self)
             self._undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-    is_idle = False
 
     @classmethod
     def idle(cls, callbacks: Sequence[StabilizerCallback]) -> LoopHandle:
