@@ -155,7 +155,9 @@ def _ambience(rank: int, call: dict[str, Any]) -> Iterator[None]:
         sys.path[:] = path
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
+        if torch.empty(0).device.type != "cpu":
+            # Only where it is needed: torch 2.9 cannot say its default device any more once it was set to None.
+            torch.set_default_device(None)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
         for number, handler in handlers.items():

@@ -77,6 +77,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.norms
 @pytest.mark.parametrize(("strategy", "accumulation", "max_norm"), _cases())
 def test_every_strategy_logs_the_reference_s_numbers(
     strategy: str, accumulation: int, max_norm: float | None, tmp_path: Path

@@ -49,6 +49,7 @@ def _loop(rank: int, world_size: int, *, strategy: str, max_norm: float | None, 
     }
 
 
+@pytest.mark.norms
 @pytest.mark.parametrize(
     ("strategy", "max_norm"),
     [
