@@ -149,6 +149,8 @@ class StepContext:
             sink.picture(tag, figure, step)
             # A figure refers to itself in many places: without this, its megabytes stay until Python's own time comes.
             figure.clear()
+            # The canvas that it was drawn on holds all its pixels, and the figure.
+            figure.set_canvas(None)
 
         self.later(values, draw)
 
