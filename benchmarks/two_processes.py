@@ -166,7 +166,7 @@ def _train(rank: int, strategy: str, tiny: bool) -> tuple[Samples, float]:
         if measured:
             tally.begin(tokens)
             tally.add(loss)
-            suite.run(losses=tally.take())
+            suite.run(losses=tally.take(0))
         optimizer.step()
         if measured:
             suite.finish()

@@ -151,12 +151,13 @@ class LightningDriver:
         self.settle()  # one more step of this optimizer within a batch of manual optimization
         if not suite.is_open and (self._num_backwards or _has_gradients(optimizer)):
             plugin = self._trainer.precision_plugin
-            self._steps_at_run[self._number_of(optimizer)] = self._trainer.global_step
+            number = self._number_of(optimizer)
+            self._steps_at_run[number] = self._trainer.global_step
             scaler = _scaler_of(plugin)
             suite.run(
                 grad_scale=scale_still_in(scaler, optimizer),
                 is_scaled=scaler is not None,
-                losses=self._suites.tally.take(),
+                losses=self._suites.tally.take(number),
                 position=Position(self._batch_index, self._num_backwards, self._divisor()),
             )
         return suite

@@ -67,7 +67,7 @@ class LossTally:
         >>> tally.begin({"inputs": torch.zeros(8, 3)})
         >>> tally.add(torch.tensor(2.0))
         >>> tally.add(torch.tensor(0.5))  # an auxiliary loss with a backward pass of its own
-        >>> [(float(piece.loss), piece.weights) for piece in tally.take()]
+        >>> [(float(piece.loss), piece.weights) for piece in tally.take(0)]
         [(2.5, (8,))]
     """
 
@@ -133,7 +133,7 @@ class LossTally:
         self._drop_stale()
         self._append(value, weight)
 
-    def take(self, optimizer_index: int = 0) -> list[MicroBatchLoss]:
+    def take(self, optimizer_index: int) -> list[MicroBatchLoss]:
         """The losses of the step at hand.
 
         Args:

@@ -146,7 +146,7 @@ def test_the_host_never_waits_for_the_device() -> None:
             suite.run(
                 grad_scale=torch.full((), 2.0, device="cuda"),
                 is_scaled=step % 2 == 0,
-                losses=tally.take(),
+                losses=tally.take(0),
                 position=Position(step, 1, 1),
             )
             suite.after_clip(max_norm=0.5)

@@ -14,7 +14,8 @@ from stabilizer.callbacks import LossMeanVarCallback
 from stabilizer.errors import StabilizerWarning
 from tests.event_files import read_run
 from tests.launcher import run_distributed
-from tests.lightning_models import make_module, make_trainer
+from tests.lightning_models import PACKAGES, make_module, make_trainer, module_class
+from tests.models import loss_of
 
 WINDOWS = (3, 5)
 
@@ -220,6 +221,32 @@ def test_a_state_fits_windows_of_other_lengths() -> None:
         last = losses[-min(windows[-1], 5) :]
         assert other.statistics()[f"mean_{windows[-1]}"] == pytest.approx(np.mean(last))
         assert other.statistics()[f"std_{windows[-1]}"] == pytest.approx(np.std(last, ddof=1))
+
+
+def test_two_optimizers_after_one_backward_see_the_same_loss() -> None:
+    class Two(module_class(PACKAGES[0])):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__("mlp")
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            weights = list(self.model.parameters())
+            return [torch.optim.SGD(weights[:2], lr=0.0), torch.optim.SGD(weights[2:], lr=0.0)]
+
+        def training_step(self, batch: Any, batch_index: int) -> None:
+            loss = loss_of(self.model, batch)
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+
+    module, callback = Two(), _callback()
+    make_trainer(max_steps=8, callbacks=[callback]).fit(module)
+    for optimizer_index in (0, 1):
+        mean = callback.statistics(optimizer_index)["mean_3"]
+        assert mean == pytest.approx(np.mean(module.losses[-3:]), rel=1e-5)
 
 
 def test_arguments_that_mean_nothing_here_are_told_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:

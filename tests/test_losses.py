@@ -50,7 +50,7 @@ def test_nothing_to_count_is_an_error_that_says_what_there_is(batch: Any, kind: 
 def _reduce(tally: LossTally, *, with_extremes: bool = True, reduction: LossReduction | None = None) -> list[StepLoss]:
     reduction = LossReduction(tally.weights) if reduction is None else reduction
     device = torch.device("cpu")
-    sums = Reducer(device).sum(reduction.pack(tally.take(), device=device, with_extremes=with_extremes))
+    sums = Reducer(device).sum(reduction.pack(tally.take(0), device=device, with_extremes=with_extremes))
     return reduction.unpack(sums, with_extremes=with_extremes)
 
 
@@ -130,11 +130,11 @@ def test_parts_of_a_micro_batch_are_added_and_a_second_optimizer_sees_the_same()
     tally.begin(torch.zeros(4))
     tally.add(torch.tensor(1.0))
     tally.add(torch.tensor(0.5))
-    first = tally.take()
+    first = tally.take(0)
     assert tally.take(1) is first
     assert tally.take(1) == [], "each optimizer once"
     tally.add(torch.tensor(8.0))  # of the same batch, for the next optimizer
-    [piece] = tally.take()
+    [piece] = tally.take(0)
     assert (float(piece.loss), piece.weights) == (8.0, (4,))
 
 
@@ -161,7 +161,7 @@ def test_a_later_change_of_the_loss_does_not_matter() -> None:
     tally.begin(torch.zeros(1))
     tally.add(loss)
     loss.mul_(100)
-    assert float(tally.take()[0].loss) == 1.0
+    assert float(tally.take(0)[0].loss) == 1.0
 
 
 def test_the_host_never_waits() -> None:
@@ -171,7 +171,7 @@ def test_the_host_never_waits() -> None:
         for _ in range(2):
             tally.begin({"labels": torch.zeros(2, 3, dtype=torch.int64, device=device)})
             tally.add(torch.zeros((), device=device), scale=torch.ones((), device=device))
-        sums = reduction.pack(tally.take(), device=device, with_extremes=True)
+        sums = reduction.pack(tally.take(0), device=device, with_extremes=True)
         reduction.unpack(sums, with_extremes=True)
     assert not reads
     assert reduction.failure is None
