@@ -9,6 +9,7 @@ from torch import nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.preflight import Setting
+from stabilizer.callbacks.prepared import inner_optimizer
 
 __all__ = ["accelerate_setting"]
 
@@ -43,19 +44,19 @@ def accelerate_setting(
     return Setting(
         host=host,
         model=model,
-        optimizers=[_inner(optimizer, "optimizer") for optimizer in optimizers],
+        optimizers=[inner_optimizer(optimizer) for optimizer in optimizers],
         callbacks=callbacks,
         clipping=f"your loop, if it calls {clip}: not known before it happens",
         precision=precision,
-        schedulers=[(_inner(scheduler, "scheduler"), _ratio(accelerator, scheduler)) for scheduler in listed],
+        schedulers=[(_inner(scheduler), _ratio(accelerator, scheduler)) for scheduler in listed],
         num_steps=num_steps,
     )
 
 
-def _inner(wrapped: Any, attribute: str) -> Any:
-    """What Accelerate has wrapped: its wrappers keep it under the name of its kind."""
-    is_wrapper = type(wrapped).__module__.split(".")[0] == "accelerate" and hasattr(wrapped, attribute)
-    return _inner(getattr(wrapped, attribute), attribute) if is_wrapper else wrapped
+def _inner(scheduler: Any) -> Any:
+    """The scheduler that Accelerate has wrapped."""
+    is_wrapper = type(scheduler).__module__.split(".")[0] == "accelerate" and hasattr(scheduler, "scheduler")
+    return _inner(scheduler.scheduler) if is_wrapper else scheduler
 
 
 def _ratio(accelerator: Any, scheduler: Any) -> float | None:
