@@ -1,8 +1,9 @@
 """Accelerate: the suite stands before the accelerator's own methods, without any other change of the loop.
 
 Accelerate has no callbacks. A handle puts a method of ours before `backward`, `clip_grad_norm_`, `clip_grad_value_`,
-`unscale_gradients` and `end_training` of the accelerator and before the optimizer's `step`, as attributes of these
-objects, and takes them away again. Nothing is imported from Accelerate: an accelerator is what behaves like one.
+`unscale_gradients` and `end_training` of the accelerator and before `step` and `zero_grad` of the optimizer, as
+attributes of these objects, and takes them away again. Nothing is imported from Accelerate: an accelerator is what
+behaves like one.
 """
 
 from __future__ import annotations

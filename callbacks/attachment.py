@@ -12,6 +12,7 @@ from stabilizer.callbacks.accelerate_setting import accelerate_setting
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.hosting import is_disabled
 from stabilizer.callbacks.loop import LoopHandle
+from stabilizer.callbacks.preflight import preflight
 from stabilizer.callbacks.prepared import prepared
 from stabilizer.callbacks.sinks import AccelerateSink, LoopSink
 from stabilizer.errors import warn
@@ -86,7 +87,7 @@ def attach(
         handle = AccelerateHandle(
             callbacks, model=model, optimizers=optimizers, sink=sink, groups=groups, accelerator=accelerator
         )
-    handle.start(
+    preflight(
         lambda: accelerate_setting(
             accelerator, model, optimizers, callbacks, num_steps=num_steps, schedulers=schedulers
         )

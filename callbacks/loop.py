@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.hosting import arrange_charts, check_selections, refuse_optimizers, stand_before
-from stabilizer.callbacks.preflight import Setting, preflight
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
@@ -82,14 +81,6 @@ class LoopHandle:
         handle = cls.__new__(cls)
         handle.callbacks, handle.is_closed, handle.is_idle, handle._undo = list(callbacks), True, True, []
         return handle
-
-    def start(self, setting: Callable[[], Setting]) -> None:
-        """Show what there is to know before the first step.
-
-        Args:
-            setting: Finds out what is known of this run.
-        """
-        preflight(setting)
 
     def watch(self, number: int) -> None:
         """Run the suite in the step of an optimizer of torch.

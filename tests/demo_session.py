@@ -17,8 +17,17 @@ from types import TracebackType
 
 import pytest
 
-__all__ = ["LAYERS", "Session", "noise", "reference_losses"]
+__all__ = ["CONFIG", "LAYERS", "Session", "noise", "reference_losses"]
 
+#: Four steps, everything logged at each.
+CONFIG = """
+steps: 4
+grad_norm:
+  layer_every_n_steps: 1
+  heatmap_every_n_steps: null
+loss_mean_var:
+  every_n_steps: 1
+"""
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ["token_embedding", "position_embedding", *(f"blocks.{number}" for number in range(6)), "norm", "head"]
 

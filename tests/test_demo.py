@@ -14,17 +14,8 @@ from typing import Literal
 import pytest
 
 from stabilizer.cli import UsageError, demo, main, tensorboard_command
-from tests.demo_session import LAYERS, Session, noise, reference_losses
+from tests.demo_session import CONFIG, LAYERS, Session, noise, reference_losses
 from tests.event_files import read_run
-
-CONFIG = """
-steps: 4
-grad_norm:
-  layer_every_n_steps: 1
-  heatmap_every_n_steps: null
-loss_mean_var:
-  every_n_steps: 1
-"""
 
 
 def covers(strategy: str) -> pytest.MarkDecorator:

@@ -19,19 +19,10 @@ from stabilizer.cli import main
 from stabilizer.examples.processes import RankError, run_processes
 from stabilizer.examples.report import loss_line
 from tests.demo_ranks import fail, write_environment
-from tests.demo_session import LAYERS, Session, noise, reference_losses
+from tests.demo_session import CONFIG, LAYERS, Session, noise, reference_losses
 from tests.event_files import read_run
 from tests.launcher import run_distributed
 
-CONFIG = """
-engine: accelerate
-steps: 4
-grad_norm:
-  layer_every_n_steps: 1
-  heatmap_every_n_steps: null
-loss_mean_var:
-  every_n_steps: 1
-"""
 WAITING = """
 import sys, time
 from pathlib import Path
@@ -59,7 +50,7 @@ def covers(strategy: str) -> pytest.MarkDecorator:
     ],
 )
 def test_four_steps_log_the_reference_s_numbers(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "demo.yaml").write_text(CONFIG)
+    (tmp_path / "demo.yaml").write_text(f"engine: accelerate{CONFIG}")
     logdir = tmp_path / "all runs"
     # DDP is what the CPU gets by itself.
     chosen = [] if strategy == "ddp" else ["--strategy", strategy]
