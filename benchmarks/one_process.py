@@ -43,6 +43,9 @@ class Silent:
     def show(self, values: dict[str, float]) -> None:
         """Drop the numbers."""
 
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Drop the text."""
+
     def charts(self, charts: dict[str, list[str]]) -> None:
         """Drop the charts."""
 

@@ -4,15 +4,19 @@ See `attach` for loops, and `StabilizerCallback` for a callback of your own.
 """
 
 import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Lightning's hooks)
+from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
+from stabilizer.callbacks.layer_clip import LayerClipCallback
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
 from stabilizer.config import load_callbacks, recommended
 
 __all__ = [
+    "AdaptiveClipThreshold",
     "GradNormCallback",
+    "LayerClipCallback",
     "LossMeanVarCallback",
     "NormHistory",
     "StabilizerCallback",

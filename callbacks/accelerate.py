@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
-from stabilizer.callbacks.hosting import scale_still_in, stand_before
+from stabilizer.callbacks.hosting import scale_still_in, stand_before, warn_of_two_clips
 from stabilizer.callbacks.loop import LoopHandle
 from stabilizer.callbacks.prepared import inner_optimizer
 from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
@@ -61,9 +61,10 @@ class AccelerateHandle(LoopHandle):
             groups=groups,
         )
         self._accelerator = accelerator
+        self._suites.facts.precision = str(accelerator.mixed_precision)
         self._ran_at: dict[int, tuple[int, int]] = {}
         self._counter, self._num_calls = 0, 0
-        self._is_counting = self._is_clipping = False
+        self._is_counting = self._is_clipping = self._has_warned_of_clips = False
         try:
             # Another handle on this accelerator has files of its own.
             others = _handles_on(accelerator)
@@ -84,6 +85,7 @@ class AccelerateHandle(LoopHandle):
                 continue
             self._undo.append(stand_before(wrapped, "step", functools.partial(self._step, number)))
             self._undo.append(stand_before(wrapped, "zero_grad", functools.partial(self._zero_grad, number)))
+            self._undo.append(self._optimizers[number].register_step_pre_hook(self._before_inner_step(number)).remove)
         for number, wrapped in enumerate(accelerator._optimizers):
             if all(wrapped is not own for own in optimizers):
                 self._undo.append(stand_before(wrapped, "step", functools.partial(self._foreign_step, -1 - number)))
@@ -100,8 +102,8 @@ class AccelerateHandle(LoopHandle):
         if not self.is_closed:
             self._suites.tally.tell(loss, weight=weight)
 
-    def measure(self) -> None:
-        """Run the callbacks now; see `LoopHandle.measure`."""
+    def measure(self, *, scaler: Any = None) -> None:
+        """Run the callbacks now; see `LoopHandle.measure`. The accelerator's own scaler is known."""
         if not self.is_closed:
             self._begin(range(len(self._optimizers)))
 
@@ -129,6 +131,7 @@ class AccelerateHandle(LoopHandle):
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         suites = self._begin(self._numbers_of(parameters))
+        self._say_both_clip(f"clip_grad_norm_(..., {max_norm})", is_meant=bool(suites))
         with self._clipping():
             result = original(parameters, max_norm, norm_type=norm_type)
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
@@ -141,11 +144,17 @@ class AccelerateHandle(LoopHandle):
     def _clip_grad_value_(self, original: Callable[..., Any], parameters: Any, clip_value: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         suites = self._begin(self._numbers_of(parameters))
+        self._say_both_clip(f"clip_grad_value_(..., {clip_value})", is_meant=bool(suites))
         with self._clipping():
             result = original(parameters, clip_value)
         for _, suite in suites:
             suite.after_clip(max_norm=None, is_unscaled=True)
         return result
+
+    def _say_both_clip(self, theirs: str, *, is_meant: bool) -> None:
+        # A limit of infinity measures and does not clip.
+        if is_meant and not self._has_warned_of_clips and "inf" not in theirs:
+            self._has_warned_of_clips = warn_of_two_clips(self.callbacks, f"accelerator.{theirs}")
 
     def _unscale_gradients(self, original: Callable[..., Any], optimizer: Any = None) -> Any:
         # Without a scaler it does nothing; a clip calls it for all optimizers, whatever it clips.
@@ -171,6 +180,15 @@ class AccelerateHandle(LoopHandle):
             raise
         self.finish(number)
         return result
+
+    def _before_inner_step(self, number: int) -> Callable[..., None]:
+        """The latest moment: after a scaler has looked for infinities, which it would miss without gradients."""
+
+        def before(*_: Any) -> None:
+            if not is_state_setup():
+                self.before_step(number)
+
+        return before
 
     def _foreign_step(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Of another model, perhaps, whose losses are not ours; if it shares ours, they are still there for our step.

@@ -35,6 +35,7 @@ class Agreement:
         self._cache: tuple[list[float], Tensor] | None = None
         self._noted: tuple[int, HostCopy] | None = None
         self._warned = False
+        self._known: set[int] = set()
         self.is_off = False
 
     @property
@@ -62,6 +63,14 @@ class Agreement:
             number: Of the callback.
         """
         self._local[number] = 1.0
+
+    def is_known(self, number: int) -> bool:
+        """Whether all ranks know that a callback has failed on some.
+
+        Args:
+            number: Of the callback.
+        """
+        return world_size() == 1 or number in self._known
 
     def measuring_failed(self) -> None:
         """Statistics could not be computed on this rank; all ranks stop when they have agreed."""
@@ -112,6 +121,7 @@ class Agreement:
             return False
         step, copy = self._noted
         *flags, difference = copy.read().tolist()
+        self._known.update(number for number in range(len(callbacks)) if flags[number] > 0)
         for number, callback in enumerate(callbacks):
             if flags[number] > 0 and not callback.has_failed:
                 callback.has_failed = True

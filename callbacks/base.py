@@ -14,7 +14,7 @@ from stabilizer.names import Granularity, layer_names, select_layers
 from stabilizer.tally import Weight
 from stabilizer.view import LayerView, NormType
 
-__all__ = ["Order", "StabilizerCallback", "check_interval", "check_optional_interval"]
+__all__ = ["Order", "StabilizerCallback", "check_choice", "check_interval", "check_optional_interval"]
 
 
 class Order(enum.IntEnum):
@@ -32,7 +32,7 @@ class StabilizerCallback(HostCallback):
 
     Both run once an optimizer step on every rank, with numbers that are the same on every rank. They must not start a
     collective of their own. An exception in one disables the callback on all ranks and is logged once; training goes
-    on.
+    on. A monitor that proposes something to `context.plan` says so in its class: `acts`, `may_skip`, `may_stop`.
 
     Args:
         every_n_steps: Interval in optimizer steps.
@@ -66,6 +66,17 @@ class StabilizerCallback(HostCallback):
     # these numbers, which are the same on every rank, and from nothing that could come out differently there.
     after_every_n_steps: Sequence[int] = ()
     extremes_every_n_steps: int | None = None
+
+    # What it may do to a step: propose anything but skips and stops, multiply gradients, skip, skip what is not finite,
+    # end the run, clip elements. These decide what the host is asked and what ranks exchange, whatever comes out.
+    acts: bool = False
+    clips: bool = False
+    may_skip: bool = False
+    skips_nonfinite: bool = False
+    may_stop: bool = False
+    clips_values: bool = False
+    # Whether it wants the parameters named whose gradient is not finite.
+    names_nonfinite: bool = False
 
     def __init__(
         self,
@@ -226,6 +237,21 @@ class StabilizerCallback(HostCallback):
         # every callback (`log`, `log_dict`). A copy gets its own when it runs.
         state = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
         return {**state, "driver": None, "_views": {}}
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Check a word.
+
+    Args:
+        name: Of the argument.
+        value: What the user gave.
+        allowed: What it may be.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
 
 
 def check_interval(name: str, value: object, *, minimum: int = 1) -> int:

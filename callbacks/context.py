@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.late import LateLog
 from stabilizer.losses import StepLoss
+from stabilizer.plan import LayerPlan
 from stabilizer.view import LayerView
 
-__all__ = ["AfterClip", "Position", "Selection", "StepContext"]
+__all__ = ["AfterClip", "Position", "Selection", "StepContext", "StepOutcome"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class AfterClip:
-    """What the optimizer gets after the host's own clip.
+    """What the optimizer gets after all clips, ours and the host's.
 
     Attributes:
         norms: By layer, shape (layers,).
@@ -47,6 +49,20 @@ class AfterClip:
 
     norms: Tensor
     total_norm: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutcome:
+    """What has become of a step.
+
+    Attributes:
+        skipped: Whether the optimizer was kept from it, shape (), bool.
+        overflowed: Whether its gradients were not finite under a loss scale, so that the scaler left it out, shape (),
+            bool; such a step is not among the skipped ones.
+    """
+
+    skipped: Tensor
+    overflowed: Tensor
 
 
 class Selection:
@@ -73,32 +89,42 @@ class StepContext:
         store: This step's statistics by layer: `layer_names`, `norms`, `total_norm`, `nonfinite`, `step`.
         selected_names: The layers that `layers=` and `exclude=` of the callback leave.
         is_scaled: Whether a gradient scaler guards the step, so that a non-finite gradient is its business.
+        is_bad: Whether any gradient is not finite, shape (), bool, the same on every rank.
         position: Which batch the step ends with, and how many micro-batches it has.
         loss: The step's loss over all ranks, for a callback with `loss_weight`; `None` for others.
-        after: Norms after the host's own clip, if it may clip; only in `on_step_end`.
+        run: What is known of the run (number of parameters, batch size); `None` where no host says.
+        plan: Takes proposals for what is to happen to the gradients; only in `on_gradients`.
+        after: Norms after all clips, ours and the host's, if anybody may clip; only in `on_step_end`.
+        outcome: What has become of the step; only in `on_step_end`.
     """
 
     def __init__(
         self,
         *,
         store: LayerView,
+        plan: LayerPlan,
         selection: Selection,
         late: LateLog,
         tag_prefix: str,
         optimizer_index: int = 0,
         is_scaled: bool = False,
+        is_bad: Tensor,
         position: Position | None = None,
         loss: StepLoss | None = None,
+        run: RunFacts | None = None,
         owner: int = -1,
     ) -> None:
         self.step = store.step
         self.optimizer_index = optimizer_index
         self.store = store
+        self.plan = plan
         self.selected_names = selection.names
         self.is_scaled = is_scaled
+        self.is_bad = is_bad
         self.position = Position() if position is None else position
-        self.loss = loss
+        self.loss, self.run = loss, run
         self.after: AfterClip | None = None
+        self.outcome: StepOutcome | None = None
         self._selection = selection
         self._late, self._owner = late, owner
         self._prefix = tag_prefix
@@ -115,24 +141,42 @@ class StepContext:
         index = self._selection.index
         return values if index is None else values.index_select(-1, index)
 
-    def log(self, name: str, value: Tensor | float, *, show: bool = False) -> None:
+    def log(self, name: str, value: Tensor | float, *, show: bool = False, finite_only: bool = False) -> None:
         """Log a number under this step; it is written when it has reached the host.
 
         Args:
             name: Tag; the prefix of the callback and the optimizer is added.
             value: A number, or a tensor of one element on any device.
             show: Show it on the progress bar too.
+            finite_only: Leave it out if it is not finite.
         """
-        self._late.add(value, tags=[self._prefix + name], show=show)
+        self._late.add(value, tags=[self._prefix + name], show=show, finite_only=finite_only)
 
-    def log_layers(self, name: str, values: Tensor) -> None:
+    def spread(self, values: Tensor, *, fill: float) -> Tensor:
+        """Values of the selected layers at their places among all layers.
+
+        Args:
+            values: Shape (selected,).
+            fill: For the other layers.
+
+        Returns:
+            Shape (layers,).
+        """
+        index = self._selection.index
+        if index is None:
+            return values
+        return values.new_full((len(self.store.layer_names),), fill).index_copy(0, index, values)
+
+    def log_layers(self, name: str, values: Tensor, *, finite_only: bool = False) -> None:
         """Log one number for each selected layer.
 
         Args:
             name: Tag before the layer's name.
             values: Shape (layers,).
+            finite_only: Leave out those that are not finite.
         """
-        self._late.add(self.select(values), tags=[f"{self._prefix}{name}/{layer}" for layer in self.selected_names])
+        tags = [f"{self._prefix}{name}/{layer}" for layer in self.selected_names]
+        self._late.add(self.select(values), tags=tags, finite_only=finite_only)
 
     def log_picture(self, name: str, render: Callable[[Tensor], Any], values: Tensor) -> None:
         """Log a picture.

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stabilizer.callbacks.base import Order, StabilizerCallback
+from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.errors import logger
 from stabilizer.inspection import compute_shapes, reductions, whole_sizes
 from stabilizer.parameters import named_parameters
 from stabilizer.reduction import world_size
 from stabilizer.schedules import Schedule, host_numbers, peek
+from stabilizer.skipping import skips_on_device
 
 __all__ = ["Fact", "Setting", "facts"]
 
@@ -103,17 +104,12 @@ def facts(setting: Setting) -> list[Fact]:
 
 
 def _clipping(setting: Setting) -> Iterator[Fact]:
-    orders = (Order.CLIP_LAYERS, Order.CLIP_TOTAL)
-    ours = [
-        callback.state_key
-        for callback in setting.callbacks
-        if callback.order in orders and getattr(callback, "mode", "act") == "act"
-    ]
+    ours = [callback.state_key for callback in setting.callbacks if callback.clips]
     advice = ""
     if not setting.clipping and not ours:
         advice = (
-            "one bad batch can undo thousands of steps; practice clips the total norm at 1.0 "
-            "(gradient_clip_val=1.0, or clip_grad_norm_(..., 1.0) in a loop)"
+            "one bad batch can undo thousands of steps; practice clips the total norm: add AdaptiveClipThreshold(), "
+            "whose threshold follows the run, or clip at 1.0 (gradient_clip_val=1.0, clip_grad_norm_(..., 1.0))"
         )
     elif "by value" in setting.clipping:
         advice = "a clip by value turns the direction of the step; clip by total norm, at 1.0"
@@ -201,25 +197,21 @@ def _schedule(name: str, kind: str, schedule: Schedule) -> Fact:
 
 
 def _optimizers(setting: Setting) -> Iterator[Fact]:
-    may_skip = [callback.state_key for callback in setting.callbacks if _may_skip(callback)]
+    may_skip = [callback.state_key for callback in setting.callbacks if callback.may_skip]
     for number, optimizer in enumerate(setting.optimizers):
         name = "optimizer" if len(setting.optimizers) == 1 else f"optimizer {number}"
         kind = type(optimizer).__name__
-        wait = "skipping a step makes the host wait for one number a step"
-        if all(group.get("fused") for group in optimizer.param_groups):
+        is_free = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+        wait = (
+            f"to skip a step the host reads one number a step{' (free on a CPU)' if is_free else ', and waits for it'}"
+        )
+        if skips_on_device(optimizer):
             yield Fact(name, f"{kind}, fused: steps are skipped on the device (found_inf), the host waits for nothing")
         elif "fused" not in optimizer.defaults:
             yield Fact(name, f"{kind}, has no fused form: {wait}")
         else:
             advice = f"{', '.join(may_skip)} may skip steps: {kind}(fused=True) does it without a wait"
-            yield Fact(name, f"{kind}, not fused: {wait}", advice if may_skip else "")
-
-
-def _may_skip(callback: StabilizerCallback) -> bool:
-    if getattr(callback, "mode", "act") != "act":
-        return False
-    actions = [getattr(callback, verb, None) for verb in ("on_spike", "on_nonfinite", "on_found")]
-    return callback.order == Order.SKIP or "skip_step" in actions
+            yield Fact(name, f"{kind}, not fused: {wait}", advice if may_skip and not is_free else "")
 
 
 def _parameters(setting: Setting) -> Iterator[Fact]:

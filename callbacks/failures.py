@@ -23,6 +23,16 @@ class Failures:
     def __init__(self, callbacks: Sequence[StabilizerCallback], agreement: Agreement) -> None:
         self._callbacks, self._agreement = callbacks, agreement
         self._has_reported = False
+        self._unsettled: set[int] = set()
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a callback that acts is off on this rank and perhaps not on the others: then nobody shall act."""
+        return bool(self._unsettled)
+
+    def settle(self) -> None:
+        """All ranks know who is off."""
+        self._unsettled = {number for number in self._unsettled if not self._agreement.is_known(number)}
 
     def of_callback(self, number: int, what: str, error: Exception, *, step: int) -> None:
         """Turn a callback off, unless it is strict.
@@ -43,6 +53,8 @@ class Failures:
             self.report(f"{type(callback).__name__}.{what}", error, step=step)
         callback.has_failed = True
         self._agreement.fail(number)
+        if callback.acts:
+            self._unsettled.add(number)
 
     def of_measuring(self, error: Exception, *, step: int) -> None:
         """Turn everything off when the ranks have agreed, unless a callback is strict.

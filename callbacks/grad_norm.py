@@ -112,7 +112,7 @@ class GradNormCallback(StabilizerCallback):
         if step % self.every_n_steps == 0:
             context.log(tags.GRAD_NORM_TOTAL, store.total_norm, show=self.progress_bar)
             context.log(tags.GRAD_NORM_NONFINITE, store.nonfinite.sum())
-            if not context.is_scaled and not self._has_warned:
+            if not context.is_scaled and not self._has_warned and not self._is_told_by_others():
                 names = store.layer_names
                 context.later(store.nonfinite, lambda step, flags: self._warn_nonfinite(step, flags, names))
         if _is_due(step, self.layer_every_n_steps):
@@ -161,7 +161,7 @@ class GradNormCallback(StabilizerCallback):
         found = []
         if self.heatmap_every_n_steps is not None and not can_draw():
             found.append("no heat map: matplotlib is missing (pip install 'torch-stabilizer[plots]')")
-        if setting.host == "plain loop":
+        if setting.host == "plain loop" and not any(callback.clips for callback in setting.callbacks):
             found.append("no total_after: a plain loop's own clip is not seen; call handle.measure() before it")
         return found
 
@@ -218,6 +218,10 @@ class GradNormCallback(StabilizerCallback):
             "steps": steps,
             "norms": norms.cpu().clone(),
         }
+
+    def _is_told_by_others(self) -> bool:
+        """Whether a callback is there that tells more of such steps."""
+        return self.driver is not None and any(other.names_nonfinite for other in self.driver.callbacks)
 
     def _warn_nonfinite(self, step: int, flags: Tensor, names: Sequence[str]) -> None:
         found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]

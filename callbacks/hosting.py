@@ -19,12 +19,14 @@ from stabilizer.parameters import named_parameters
 __all__ = [
     "JOINED",
     "arrange_charts",
+    "check_callbacks",
     "check_selections",
     "is_disabled",
     "is_joined",
     "refuse_optimizers",
     "scale_still_in",
     "stand_before",
+    "warn_of_two_clips",
 ]
 
 JOINED = (
@@ -129,6 +131,28 @@ def arrange_charts(sink: Sink, callbacks: Sequence[StabilizerCallback]) -> None:
         logger.exception("arranging the charts of TensorBoard failed; training goes on without them")
 
 
+def warn_of_two_clips(callbacks: Sequence[StabilizerCallback], theirs: str) -> bool:
+    """Say in which order clips act, where a host clips beside a callback of ours.
+
+    Args:
+        callbacks: All of ours.
+        theirs: What the host does, as in "Trainer(gradient_clip_val=1.0)".
+
+    Returns:
+        Whether there was anything to say.
+    """
+    acting = sorted((callback for callback in callbacks if callback.clips), key=lambda callback: callback.order)
+    if not acting:
+        return False
+    ours = " and then ".join(dict.fromkeys(type(callback).__name__ for callback in acting))
+    several = len({type(callback) for callback in acting}) > 1
+    warn(
+        f"two clips act on every step: first {ours}, then {theirs} on what {'they leave' if several else 'it leaves'}. "
+        "Thresholds follow the gradients before both. Take one of them away, unless the second is meant as a last limit"
+    )
+    return True
+
+
 def stand_before(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Let a function stand before a method of one object.
 
@@ -163,3 +187,26 @@ def stand_before(owner: Any, name: str, function: Callable[..., Any]) -> Callabl
             delattr(owner, name)
 
     return remove
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise for what is no callback of ours, is at work already, or has another one's name.
+
+    Args:
+        callbacks: What a loop was given.
+
+    Raises:
+        ValueError: Names the callback and the way out.
+    """
+    wrong = [callback for callback in callbacks if not isinstance(callback, StabilizerCallback)]
+    if wrong:
+        raise ValueError(f"callbacks={wrong[:1]}: expected a list of StabilizerCallback, like [GradNormCallback()]")
+    keys = [callback.state_key for callback in callbacks]
+    for callback in callbacks:
+        if keys.count(callback.state_key) > 1:
+            raise ValueError(
+                f"two callbacks have the key {callback.state_key!r}, under which values and states would collide; "
+                'give one a name: name="second"'
+            )
+        if callback.driver is not None:
+            raise ValueError(f"{callback.state_key} is at work already; leave its `with` block first, or make another")

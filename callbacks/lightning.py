@@ -23,6 +23,7 @@ from stabilizer.callbacks.hosting import (
     refuse_optimizers,
     scale_still_in,
     stand_before,
+    warn_of_two_clips,
 )
 from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
 from stabilizer.callbacks.preflight import preflight
@@ -52,7 +53,7 @@ class LightningDriver:
         self._suites = Suites(self.callbacks, sink=LightningSink(trainer))
         self._steps_at_run: dict[int, int] = {}
         self._num_backwards, self._has_moved, self._batch_index = 0, False, -1
-        self._has_warned_of_optimizer = False
+        self._has_warned_of_optimizer = self._has_warned_of_clips = False
         self._undo: list[Callable[[], None]] = []
         for callback in self.callbacks:
             callback.driver = self
@@ -80,7 +81,19 @@ class LightningDriver:
         arrange_charts(self._suites.sink, self.callbacks)
         # In manual optimization a user clips before the optimizer step, and so before Lightning calls us: whoever clips
         # through Lightning passes here, and the raw gradients are measured first.
-        self._undo.append(stand_before(self._trainer.precision_plugin, "clip_gradients", self._clip))
+        limit, module = self._trainer.gradient_clip_val, self._trainer.lightning_module
+        if limit and module.automatic_optimization:
+            self._has_warned_of_clips = warn_of_two_clips(self.callbacks, f"Trainer(gradient_clip_val={limit})")
+        plugin = self._trainer.precision_plugin
+        self._suites.facts.precision = str(plugin.precision)
+        self._undo.append(stand_before(plugin, "clip_gradients", self._clip))
+        # A skip comes after the hooks of others, who may look at gradients that the step no longer has then; under a
+        # scaler it comes when that has looked for infinities.
+        if _scaler_of(plugin) is None and hasattr(plugin, "_after_closure"):
+            self._undo.append(stand_before(plugin, "_after_closure", self._after_closure))
+        else:
+            hooks = [o.register_step_pre_hook(self._before_torch_step) for o in self._trainer.optimizers]
+            self._undo += [hook.remove for hook in hooks]
 
     def train_start(self) -> None:
         """Show what there is to know before the first step."""
@@ -90,6 +103,7 @@ class LightningDriver:
         """Note a micro-batch: its size weighs its loss."""
         self._batch_index = batch_index
         self._suites.tally.begin(batch)
+        self._suites.facts.see_batch(batch)
 
     def before_backward(self, loss: Tensor) -> None:
         """Take the loss, and count: a step without any backward pass (training_step returned None) is no step."""
@@ -185,6 +199,16 @@ class LightningDriver:
         model = module if trainer.strategy.model is None else trainer.strategy.model
         return self._suites.get(number, model=model, optimizer=optimizer, groups=_groups_of(trainer))
 
+    def _after_closure(self, original: Callable[..., None], model: Any, optimizer: Any) -> None:
+        """Stands where Lightning has run all hooks and clipped; torch's own step goes on from here."""
+        original(model, optimizer)
+        self._before_torch_step(getattr(optimizer, "_optimizer", optimizer))
+
+    def _before_torch_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        suite = None if self.is_closed else self._suites.existing(self._number_of(optimizer))
+        if suite is not None:
+            suite.before_step()
+
     def _clip(
         self,
         original: Callable[..., None],
@@ -196,6 +220,8 @@ class LightningDriver:
         inner = getattr(optimizer, "_optimizer", optimizer)
         module = self._trainer.lightning_module
         suite = self._suite(inner) if module.automatic_optimization else self._run(inner)
+        if clip_val and clip_val > 0 and not self._has_warned_of_clips:
+            self._has_warned_of_clips = warn_of_two_clips(self.callbacks, f"clip_gradients(..., {clip_val})")
         original(optimizer, clip_val=clip_val, gradient_clip_algorithm=gradient_clip_algorithm)
         if suite is not None and suite.is_open and clip_val and clip_val > 0:
             # Hooks of the module's own may have changed the gradients before they came here.

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
-from stabilizer.callbacks.hosting import arrange_charts, check_selections, refuse_optimizers, stand_before
+from stabilizer.callbacks.hosting import (
+    arrange_charts,
+    check_callbacks,
+    check_selections,
+    refuse_optimizers,
+    scale_still_in,
+    stand_before,
+)
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
@@ -53,7 +60,7 @@ class LoopHandle:
         groups: Mapping[str, Any] | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
-        _check(self.callbacks)
+        check_callbacks(self.callbacks)
         refuse_optimizers(optimizers)
         self.is_closed = False
         self._model, self._optimizers, self._groups = model, list(optimizers), groups
@@ -67,9 +74,9 @@ class LoopHandle:
         for callback in self.callbacks:
             callback.driver = self
         # A module that is compiled in place runs its hooks inside the compiled graph.
-        if self._suites.tally.weights and getattr(model, "_compiled_call_impl", None) is None:
-            hook = ForwardHook(self)
-            self._undo.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        if getattr(model, "_compiled_call_impl", None) is None:
+            self._forward_hook = model.register_forward_pre_hook(ForwardHook(self), with_kwargs=True)
+            self._undo.append(self._forward_hook.remove)
 
     @classmethod
     def idle(cls, callbacks: Sequence[StabilizerCallback]) -> LoopHandle:
@@ -103,7 +110,9 @@ class LoopHandle:
                     self._suites.tally.put_back(number)
             self._stepping.add(number)
             # A scaler leaves the scale to a fused optimizer, and puts it there for the step.
-            self.run(number, grad_scale=getattr(optimizer, "grad_scale", None))
+            found_inf = getattr(optimizer, "found_inf", None)
+            self.run(number, grad_scale=getattr(optimizer, "grad_scale", None), is_scaled=found_inf is not None)
+            self.before_step(number)
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if number in self._stepping:
@@ -114,17 +123,22 @@ class LoopHandle:
         self._undo.append(optimizer.register_step_post_hook(after).remove)
         self._undo.append(stand_before(optimizer, "zero_grad", functools.partial(self._zero_grad, number)))
 
-    def measure(self) -> None:
+    def measure(self, *, scaler: Any = None) -> None:
         """Run the callbacks now, on the gradients as they are: for a loop that clips before its optimizer's step.
 
         Call it when the gradients of a step are complete, on every rank; without it they are measured in
         `optimizer.step()`. The step after it does not measure again. A second call says that the loop has skipped the
         step of the first.
+
+        Args:
+            scaler: The loop's `GradScaler`, if it has one: its scale is taken out of the norms, and its overflows are
+                its own.
         """
         for number in range(0 if self.is_closed else len(self._optimizers)):
             if self._suites.abandon(number):
                 self._suites.tally.put_back(number)
-            self.run(number)
+            scale = scale_still_in(scaler, self._optimizers[number])
+            self.run(number, grad_scale=scale, is_scaled=scaler is not None)
 
     def record_loss(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
         """Take the loss of a micro-batch, instead of the one that `accelerator.backward` was given.
@@ -210,6 +224,15 @@ class LoopHandle:
             )
         return suite
 
+    def before_step(self, number: int) -> None:
+        """Keep an optimizer from its step if that was decided.
+
+        Args:
+            number: Position of the optimizer.
+        """
+        if not self.is_closed:
+            self._suite(number).before_step()
+
     def finish(self, number: int) -> None:
         """Close the step of an optimizer: it has moved.
 
@@ -249,8 +272,14 @@ class LoopHandle:
             args: Positional arguments of its forward.
             kwargs: Its other arguments.
         """
-        if not self.is_closed and module.training and torch.is_grad_enabled():
-            self._suites.tally.begin(kwargs if kwargs and ("labels" in kwargs or not args) else args)
+        if self.is_closed or not module.training or not torch.is_grad_enabled():
+            return
+        batch = kwargs if kwargs and ("labels" in kwargs or not args) else args
+        self._suites.facts.see_batch(batch)
+        if self._suites.tally.weights:
+            self._suites.tally.begin(batch)
+        else:
+            self._forward_hook.remove()  # the first batch has told all that is asked for
 
     def __enter__(self) -> LoopHandle:
         """The handle itself."""
@@ -263,18 +292,3 @@ class LoopHandle:
     ) -> None:
         """Close, whatever has happened."""
         self.close(after_exception=error is not None)
-
-
-def _check(callbacks: Sequence[Any]) -> None:
-    wrong = [callback for callback in callbacks if not isinstance(callback, StabilizerCallback)]
-    if wrong:
-        raise ValueError(f"callbacks={wrong[:1]}: expected a list of StabilizerCallback, like [GradNormCallback()]")
-    keys = [callback.state_key for callback in callbacks]
-    for callback in callbacks:
-        if keys.count(callback.state_key) > 1:
-            raise ValueError(
-                f"two callbacks have the key {callback.state_key!r}, under which values and states would collide; "
-                'give one a name: name="second"'
-            )
-        if callback.driver is not None:
-            raise ValueError(f"{callback.state_key} is at work already; leave its `with` block first, or make another")

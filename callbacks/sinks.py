@@ -10,7 +10,16 @@ from typing import Any
 from stabilizer.errors import warn
 from stabilizer.reduction import rank
 
-__all__ = ["STEP_METRIC", "AccelerateSink", "LightningSink", "LogFunction", "LoopSink", "add_charts", "add_picture"]
+__all__ = [
+    "STEP_METRIC",
+    "AccelerateSink",
+    "LightningSink",
+    "LogFunction",
+    "LoopSink",
+    "add_charts",
+    "add_picture",
+    "add_text",
+]
 
 LogFunction = Callable[[dict[str, float], int], None]
 
@@ -47,6 +56,20 @@ def add_picture(writers: Sequence[Any], tag: str, figure: Any, step: int) -> Non
             writer.add_figure(tag, figure, step)
 
 
+def add_text(writers: Sequence[Any], tag: str, text: str, step: int) -> None:
+    """Write text where a writer takes it.
+
+    Args:
+        writers: Of any kind.
+        tag: Its name.
+        text: The text.
+        step: The optimizer step.
+    """
+    for writer in writers:
+        if hasattr(writer, "add_text"):
+            writer.add_text(tag, text, step)
+
+
 class LightningSink:
     """Writes to all loggers of a Trainer, on the process that logs.
 
@@ -67,6 +90,10 @@ class LightningSink:
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure where a logger takes one."""
         add_picture(self._experiments(), tag, figure, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write text where a logger takes it."""
+        add_text(self._experiments(), tag, text, step)
 
     def show(self, values: dict[str, float]) -> None:
         """Show numbers on the progress bar."""
@@ -121,6 +148,10 @@ class AccelerateSink:
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure where a tracker takes one."""
         add_picture(self._writers(), tag, figure, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write text where a tracker takes it."""
+        add_text(self._writers(), tag, text, step)
 
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""
@@ -193,6 +224,10 @@ class LoopSink:
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure where the writer takes one."""
         add_picture([self._log], tag, figure, step)
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write text where the writer takes it."""
+        add_text([self._log], tag, text, step)
 
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabilizer.callbacks.acting import Actor
 from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
-from stabilizer.callbacks.context import AfterClip, Position, Selection, StepContext
+from stabilizer.callbacks.context import Position, StepContext
 from stabilizer.callbacks.failures import Failures
 from stabilizer.callbacks.hosting import JOINED, is_joined
 from stabilizer.callbacks.loss_meter import LossMeter
-from stabilizer.callbacks.missing import MissingGradients
-from stabilizer.errors import warn
+from stabilizer.callbacks.run_facts import RunFacts
+from stabilizer.callbacks.store_keeper import StoreKeeper
+from stabilizer.errors import TrainingStoppedError, warn
 from stabilizer.late import LateLog, Sink, answers_soon
-from stabilizer.parameters import ParameterIndex, named_parameters
+from stabilizer.plan import LayerPlan, StepPlan
 from stabilizer.reduction import world_size
-from stabilizer.store import GradientStore
 from stabilizer.tags import prefix
 from stabilizer.tally import MicroBatchLoss
 from stabilizer.view import LayerView
@@ -42,6 +43,7 @@ class Suite:
         optimizer_index: Position of the optimizer.
         groups: See `ParameterIndex`.
         known_names: Names of parameters that `layers=` may mean though they do not train at this optimizer's steps.
+        facts: Of the run; one for all of its suites.
     """
 
     def __init__(
@@ -54,24 +56,29 @@ class Suite:
         optimizer_index: int = 0,
         groups: Mapping[str, Any] | None = None,
         known_names: Sequence[str] = (),
+        facts: RunFacts | None = None,
     ) -> None:
-        self.callbacks = sorted(callbacks, key=lambda callback: callback.order)
+        self.callbacks = sorted(callbacks, key=lambda callback: (callback.order, callback.state_key))
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
         self.late = LateLog(sink)
         self.optimizer = optimizer
-        self._model, self._groups = model, groups
-        self._optimizer_index, self._known_names = optimizer_index, known_names
+        self._model, self._optimizer_index = model, optimizer_index
+        self._facts = facts
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
         self._failures = Failures(self.callbacks, self._agreement)
         self._meter = LossMeter(self.callbacks)
-        self._store: GradientStore | None = None
-        self._parameters: list[Tensor] = []
-        self._selections: list[Selection] = []
+        self._keeper = StoreKeeper(
+            self.callbacks,
+            model=model,
+            optimizer_index=optimizer_index,
+            groups=groups,
+            known_names=known_names,
+            num_flags=self._agreement.num_flags,
+        )
         self._contexts: list[StepContext] = []
-        self._grad_scale: Tensor | None = None
+        self._actor = Actor(self.callbacks, model)
         self._position = Position()
-        self._num_clips = 0
-        self._has_said_nothing = self._has_warned_of_join = False
+        self._has_warned_of_join = False
         self.is_open = False
 
     def run(
@@ -82,23 +89,25 @@ class Suite:
         losses: Sequence[MicroBatchLoss] = (),
         position: Position | None = None,
     ) -> None:
-        """Measure the step's gradients and let all callbacks see them.
+        """Measure the step's gradients, let all callbacks see them, and do what they propose.
 
         Args:
             grad_scale: What the gradients are still multiplied by, shape (); `None` if they are as they should be.
             is_scaled: Whether a gradient scaler guards this step.
             losses: Of this rank's micro-batches.
             position: Where the host is in its data.
+
+        Raises:
+            TrainingStoppedError: If a callback was told to end the run in such a case; on every rank.
         """
         if is_joined(self._model, self.optimizer):
             if not self._has_warned_of_join:
                 self._has_warned_of_join = True
                 warn(JOINED)
             return
-        store = self._current_store()
+        store = self._keeper.current(self.optimizer, step=self.step)
         self._write(before=self.step)
         self.is_open, self._contexts = True, []
-        self._grad_scale, self._num_clips = grad_scale, 0
         self._position = Position() if position is None else position
         self._meter.check_window(self.step, self._position)
         if store is None:
@@ -106,24 +115,35 @@ class Suite:
         is_due = world_size() > 1 and self._agreement.is_due(self.step)
         if is_due and self._agreement.apply(self.callbacks):
             store.replan()
+        self._failures.settle()
         if self._agreement.is_off:
             return
         self._agreement.request_replan(store.needs_replan)
         flags = self._agreement.flags(store.device)
         sums = self._meter.pack(self.step, losses, device=store.device)
-        measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, sums=sums, compare=is_due)
+        measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, sums=sums, compare=is_due, keep=True)
         if is_due:
             self._agreement.note(measurement)
         failure = self._meter.read(measurement.sums)
+        plan = self._actor.begin(store, measurement, grad_scale=grad_scale, is_scaled=is_scaled)
         if store.failure is not None:
             self._failures.of_measuring(store.failure, step=self.step)
+            # Without anything to propose, but in whatever the other ranks exchange.
+            self._act(losses, has_failed=True)
             return
-        self._missing.see(measurement)
+        self._keeper.missing.see(measurement)
         for number, callback in enumerate(self.callbacks):
             if failure is not None and callback.loss_weight is not None:
                 self._failures.of_callback(number, "loss", failure, step=self.step)
-        self._contexts = [self._context(number, is_scaled) for number in range(len(self.callbacks))]
+        self._note_run()
+        self._contexts = [self._context(number, plan, is_scaled) for number in range(len(self.callbacks))]
         self._each("on_gradients")
+        self._act(losses, has_failed=self._failures.is_undecided)
+
+    def before_step(self) -> None:
+        """Keep the optimizer from its step if that was decided; the last thing before it moves."""
+        if self.is_open:
+            self._guarded("before_step", lambda: self._actor.before_step(self.optimizer))
 
     def after_clip(self, *, max_norm: float | None, is_unscaled: bool = False) -> None:
         """Tell that the host has clipped.
@@ -133,49 +153,31 @@ class Suite:
                 were measured; `None` if the gradients must be measured again.
             is_unscaled: Whether the host has divided the gradients by the loss scale before the clip.
         """
-        self._num_clips += 1
-        if is_unscaled:
-            self._grad_scale = None
-        intervals = {interval for callback in self.callbacks for interval in callback.after_every_n_steps}
-        is_due = any(self.step % interval == 0 for interval in intervals)
-        if self._store is None or self._agreement.is_off or not is_due:
-            return
-        # Measuring again is a collective. Whether it must be is known from what is the same on every rank, never from
-        # whether this rank's own measurement has come out.
-        is_known = max_norm is not None and self._num_clips == 1 and 2 in {c.norm_type for c in self.callbacks}
-        again = None if is_known else self._store.remeasure(grad_scale=self._grad_scale)
-        total = self.total_norm()
-        for context in self._contexts:
-            norms, context_total = context.store.norms, context.store.total_norm
-            if again is not None:
-                norms, context_total = context.store.norms_of(again)
-            elif total is not None and max_norm is not None:
-                # What `torch.nn.utils.clip_grad_norm_` multiplies by; it sees gradients with the scale still in them.
-                seen = total if self._grad_scale is None else total * self._grad_scale.to(total.device)
-                coefficient = torch.clamp(max_norm / (seen + 1e-6), max=1.0)
-                norms, context_total = norms * coefficient, context_total * coefficient
-            context.after = AfterClip(norms, context_total)
-
-    def total_norm(self) -> Tensor | None:
-        """L2 norm of all gradients of the step at hand, shape (); `None` if no callback has it measured."""
-        views = (context.store for context in self._contexts if context.store.norm_type == 2)
-        return next((view.total_norm for view in views), None)
+        if self._keeper.store is not None and not self._agreement.is_off:
+            self._actor.after_host_clip(self._contexts, max_norm=max_norm, is_unscaled=is_unscaled)
 
     def finish(self) -> None:
         """Close the step: the optimizer has moved."""
         if not self.is_open:
             return
         self.is_open = False
-        self._each("on_step_end")
-        self.late.close_step(self.step)
-        for callback in self.callbacks:
-            callback.advance(self._optimizer_index, self.step)
-        self.step += 1
+        outcome = self._actor.outcome() if self._contexts else None
+        for context in self._contexts:
+            context.outcome = outcome
+        try:
+            self._each("on_step_end")
+        finally:
+            self._actor.end(self.optimizer)
+            self.late.close_step(self.step)
+            for callback in self.callbacks:
+                callback.advance(self._optimizer_index, self.step)
+            self.step += 1
 
     def abandon(self) -> None:
         """Forget the step at hand: the optimizer has not moved."""
         if self.is_open:
             self.is_open = False
+            self._actor.end(self.optimizer)
             self.late.forget()
             self._meter.drop()
 
@@ -186,78 +188,77 @@ class Suite:
             is_end: Whether the run ends; else it goes on from a checkpoint, with another suite.
             after_exception: Whether the run breaks off: a device that hangs is not waited for then.
         """
-        answers = not after_exception or self._store is None or answers_soon(self._store.device)
+        answers = not after_exception or self._keeper.store is None or answers_soon(self._keeper.store.device)
+        self.abandon()
         try:
             if self._contexts and is_end and answers:
                 self._each("on_run_end")
                 self.late.close_step(self._contexts[0].step)
-            if self._store is not None and is_end and answers:
-                self._missing.conclude()
+            if self._keeper.store is not None and is_end and answers:
+                self._keeper.missing.conclude()
             self._write(wait=answers)
         finally:
+            self._actor.close()
             for callback in self.callbacks:
                 detach = (
                     callback.detach_view if answers else functools.partial(StabilizerCallback.detach_view, callback)
                 )
                 detach(self._optimizer_index)
 
-    def _current_store(self) -> GradientStore | None:
-        """The store, made anew when the optimizer's trainable parameters have changed (gradual unfreezing)."""
-        groups = self.optimizer.param_groups
-        parameters: list[Tensor] = [p for group in groups for p in group["params"] if p.requires_grad]
-        is_same = len(parameters) == len(self._parameters) and all(
-            new is old for new, old in zip(parameters, self._parameters, strict=True)
-        )
-        if not parameters:
-            if not self._has_said_nothing:
-                self._has_said_nothing = True
-                warn(
-                    f"optimizer {self._optimizer_index} ({type(self.optimizer).__name__}) has no parameter that "
-                    "requires a gradient at its step: there is nothing to measure"
-                )
-            return None
-        if self._store is None or not is_same:
-            self._store, self._parameters = self._make_store(parameters), parameters
-        return self._store
-
-    def _make_store(self, parameters: list[Tensor]) -> GradientStore:
-        index = ParameterIndex(self._model, parameters=parameters, groups=self._groups)
-        intervals = {callback.max_abs_every_n_steps for callback in self.callbacks}
-        store = GradientStore(
-            index,
-            granularities=[callback.granularity for callback in self.callbacks],
-            norm_types={callback.norm_type for callback in self.callbacks},
-            ring=max(callback.history for callback in self.callbacks),
-            max_abs_every_n_steps=[interval for interval in intervals if interval is not None],
-            num_flags=self._agreement.num_flags,
-        )
-        store.agree_on_step(self.step)
-        # A layer of another optimizer, or of another rank, may be asked for too: it is no mistake.
-        known = [*self._known_names, *(name for _, name in named_parameters(self._model))]
-        names = list(dict.fromkeys([*known, *store.names]))
-        self._selections = []
-        for callback in self.callbacks:
-            view = store.view(callback.granularity, callback.norm_type)
-            callback.attach_view(self._optimizer_index, view)
-            self._selections.append(Selection(view, callback.choose(names)))
-        self._missing = MissingGradients(index)
-        return store
-
-    def _context(self, number: int, is_scaled: bool) -> StepContext:
-        callback, store = self.callbacks[number], self._store
+    def _context(self, number: int, plan: StepPlan, is_scaled: bool) -> StepContext:
+        callback, store = self.callbacks[number], self._keeper.store
         assert store is not None
         view: LayerView = store.view(callback.granularity, callback.norm_type)
         return StepContext(
             store=view,
-            selection=self._selections[number],
+            plan=LayerPlan(
+                plan,
+                view,
+                may_act=callback.acts,
+                may_skip=callback.may_skip,
+                may_stop=callback.may_stop,
+            ),
+            selection=self._keeper.selections[number],
             late=self.late,
             tag_prefix=prefix(callback.name, self._optimizer_index),
             optimizer_index=self._optimizer_index,
             is_scaled=is_scaled,
+            is_bad=self._actor.is_bad,
             position=self._position,
             loss=self._meter.loss_for(callback),
+            run=self._facts,
             owner=number,
         )
+
+    def _note_run(self) -> None:
+        if self._facts is not None:
+            accumulation = self._position.divisor or self._position.num_micro_batches
+            self._facts.conclude(self._model, accumulation=accumulation, sink=self.late.sink, step=self.step)
+
+    def _act(self, losses: Sequence[MicroBatchLoss], *, has_failed: bool) -> None:
+        self._guarded(
+            "act",
+            lambda: self._actor.act(
+                self._contexts,
+                optimizer=self.optimizer,
+                losses=losses,
+                position=self._position,
+                has_failed=has_failed,
+            ),
+        )
+        for context in self._contexts:
+            context.is_bad = self._actor.is_bad
+
+    def _guarded(self, what: str, function: Callable[[], None]) -> None:
+        """Do what was decided; a fault of ours there turns off whoever acts."""
+        try:
+            function()
+        except TrainingStoppedError:
+            raise
+        except Exception as error:
+            for number, callback in enumerate(self.callbacks):
+                if callback.acts:
+                    self._failures.of_callback(number, what, error, step=self.step)
 
     def _each(self, method: str) -> None:
         """Call a method of every callback that is on; none of them may end the run, unless it is strict."""
@@ -269,6 +270,8 @@ class Suite:
             try:
                 hook: Callable[[StepContext], None] = getattr(callback, method)
                 hook(context)
+            except TrainingStoppedError:
+                raise
             except Exception as error:
                 self._failures.of_callback(number, method, error, step=self.step)
 

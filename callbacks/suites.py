@@ -10,6 +10,7 @@ from torch import nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.loss_meter import weights_of
+from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import logger
 from stabilizer.late import Sink
@@ -28,13 +29,17 @@ class Suites:
     Attributes:
         tally: Takes the losses of this rank.
         known_names: Names of parameters that `layers=` may mean whatever an optimizer trains.
+        facts: What is known of the run.
     """
 
     def __init__(self, callbacks: Sequence[StabilizerCallback], *, sink: Sink) -> None:
         self.callbacks = list(callbacks)
         self.sink = sink
-        self.tally = LossTally(weights_of(callbacks))
+        self.tally = LossTally(
+            weights_of(callbacks), keeps_losses=any(callback.names_nonfinite for callback in callbacks)
+        )
         self.known_names: tuple[str, ...] = ()
+        self.facts = RunFacts(callbacks)
         self._suites: dict[int, Suite] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Suite]]:
@@ -66,9 +71,18 @@ class Suites:
                 optimizer_index=number,
                 groups=groups,
                 known_names=self.known_names,
+                facts=self.facts,
             )
         self._suites[number].optimizer = optimizer
         return self._suites[number]
+
+    def existing(self, number: int) -> Suite | None:
+        """The suite of an optimizer that has made a step.
+
+        Args:
+            number: Position of the optimizer.
+        """
+        return self._suites.get(number)
 
     def abandon(self, number: int) -> bool:
         """Forget the open step of an optimizer.

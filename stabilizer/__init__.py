@@ -3,10 +3,20 @@
 `import stabilizer` loads torch and nothing else; the callbacks are in `stabilizer.callbacks`.
 """
 
-from stabilizer.errors import StabilizerWarning
+from stabilizer import thresholds
+from stabilizer.errors import StabilizerWarning, TrainingStoppedError
+from stabilizer.functional import gradient_norms
 from stabilizer.parameters import ParameterIndex
-from stabilizer.store import GradientStore, gradient_norms
+from stabilizer.store import GradientStore
 
 __version__ = "0.1.0"
 
-__all__ = ["GradientStore", "ParameterIndex", "StabilizerWarning", "__version__", "gradient_norms"]
+__all__ = [
+    "GradientStore",
+    "ParameterIndex",
+    "StabilizerWarning",
+    "TrainingStoppedError",
+    "__version__",
+    "gradient_norms",
+    "thresholds",
+]

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
+from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser  # type: ignore[attr-defined]
 
 from stabilizer import __version__
+from stabilizer.calibration.command import calibrate
+from stabilizer.calibration.mistakes import CalibrationError
 
 if TYPE_CHECKING:
     from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback
@@ -201,7 +203,24 @@ def _demo_parser() -> ArgumentParser:
     return parser
 
 
-_COMMANDS: dict[str, tuple[Callable[..., None], Callable[[], ArgumentParser]]] = {"demo": (demo, _demo_parser)}
+def _calibrate_parser() -> ArgumentParser:
+    parser = _Parser(description=(calibrate.__doc__ or "").partition("Args:")[0].strip())
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options")
+    parser.add_function_arguments(calibrate, skip={"layers"}, as_positional=True, fail_untyped=False)
+    parser.add_argument(
+        "--layers", action=ActionYesNo(no_prefix="no-"), default=True, help="Whether layers get their own thresholds."
+    )
+    for option, action in list(parser._option_string_actions.items()):
+        if "_" in option and option != "--print_config":  # as people type it
+            parser._option_string_actions[option.replace("_", "-")] = action
+            action.option_strings = [option.replace("_", "-")]
+    return parser
+
+
+_COMMANDS: dict[str, tuple[Callable[..., None], Callable[[], ArgumentParser]]] = {
+    "demo": (demo, _demo_parser),
+    "calibrate": (calibrate, _calibrate_parser),
+}
 
 
 def _summary(function: Callable[..., None]) -> str:
@@ -241,7 +260,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         function, arguments = _parse((sys.argv[1:] if args is None else args) or ["--help"])
         function(**arguments)
-    except UsageError as error:
+    except (UsageError, CalibrationError) as error:
         sys.stderr.write(f"stabilizer: error: {error}\n")
         return 2
     except KeyboardInterrupt:

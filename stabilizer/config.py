@@ -30,11 +30,13 @@ __all__ = ["FEATURES", "PRESETS", "load_callbacks", "recommended"]
 FEATURES: Mapping[str, str] = {
     "grad_norm": "stabilizer.callbacks.grad_norm.GradNormCallback",
     "loss_mean_var": "stabilizer.callbacks.loss_mean_var.LossMeanVarCallback",
+    "layer_clip": "stabilizer.callbacks.layer_clip.LayerClipCallback",
+    "adaptive_clip": "stabilizer.callbacks.adaptive_clip.AdaptiveClipThreshold",
 }
 
 #: Name -> feature -> arguments. "safe" is what `recommended` gives.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "safe": {"grad_norm": {}, "loss_mean_var": {}},
+    "safe": {"grad_norm": {}, "loss_mean_var": {}, "adaptive_clip": {}},
 }
 
 
@@ -57,7 +59,7 @@ def load_callbacks(path: str | os.PathLike[str]) -> list[StabilizerCallback]:
         >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = pathlib.Path(folder, "stabilizer.yaml")
-        ...     _ = path.write_text("preset: safe\ngrad_norm: {every_n_steps: 5}\nloss_mean_var: false\n")
+        ...     _ = path.write_text("grad_norm: {every_n_steps: 5}\nloss_mean_var: false\n")
         ...     [callback] = load_callbacks(path)
         >>> callback.every_n_steps
         5
@@ -84,7 +86,7 @@ def recommended(*, name: str = "") -> list[StabilizerCallback]:
 
     Example:
         >>> [type(callback).__name__ for callback in recommended()]
-        ['GradNormCallback', 'LossMeanVarCallback']
+        ['GradNormCallback', 'LossMeanVarCallback', 'AdaptiveClipThreshold']
     """
     return _make({feature: {"name": name, **arguments} for feature, arguments in PRESETS["safe"].items()})
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["StabilizerWarning", "logger", "warn"]
+__all__ = ["StabilizerWarning", "TrainingStoppedError", "logger", "warn"]
 
 logger = logging.getLogger("stabilizer")
 
 
 class StabilizerWarning(UserWarning):
     """A condition that training survives and a person should know."""
+
+
+class TrainingStoppedError(RuntimeError):
+    """A callback was told to end the run in such a case (`on_nonfinite="raise"`, too many skipped steps).
+
+    Raised on every rank at the same step; before the update, or after a step that was skipped.
+    """
 
 
 def warn(message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ class Sink(Protocol):
 
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a matplotlib figure under a step."""
+
+    def text(self, tag: str, text: str, step: int) -> None:
+        """Write text under a step."""
 
     def show(self, values: dict[str, float]) -> None:
         """Show numbers on the progress bar."""
@@ -90,6 +94,7 @@ class _Part:
     then: Callable[[int, Tensor], None] | None
     show: bool
     owner: int
+    finite_only: bool
 
 
 @dataclasses.dataclass
@@ -137,6 +142,7 @@ class LateLog:
         then: Callable[[int, Tensor], None] | None = None,
         show: bool = False,
         owner: int = -1,
+        finite_only: bool = False,
     ) -> None:
         """Take values of the current step.
 
@@ -146,6 +152,7 @@ class LateLog:
             then: Called late, where the loggers are, with the step and the values (flat, float32, on the CPU).
             show: Show the numbers on the progress bar too.
             owner: Number of the callback that `then` belongs to.
+            finite_only: Leave out numbers that are not finite: there is nothing to draw.
 
         Raises:
             ValueError: If there are more or fewer tags than numbers.
@@ -155,7 +162,7 @@ class LateLog:
         tensor = torch.as_tensor(values).detach().reshape(-1).to(torch.float32)
         if tags and tensor.numel() != len(tags):
             raise ValueError(f"{len(tags)} tags for {tensor.numel()} values: {list(tags)[:3]}")
-        self._parts.append(_Part(tensor.numel(), tags, then, show, owner))
+        self._parts.append(_Part(tensor.numel(), tags, then, show, owner, finite_only))
         self._values.append(tensor)
 
     def forget(self) -> None:
@@ -200,6 +207,8 @@ class LateLog:
         scalars: dict[str, float] = {}
         for part, piece in zip(row.parts, pieces, strict=True):
             named = dict(zip(part.tags, piece.tolist(), strict=True)) if part.tags else {}
+            if part.finite_only:
+                named = {tag: value for tag, value in named.items() if math.isfinite(value)}
             scalars.update(named)
             if show and part.show:
                 self.sink.show(named)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stabilizer.errors import warn
 from stabilizer.norms import count_nonfinite, largest, norms, square_sums
+from stabilizer.packing import Packer, Statistics
 from stabilizer.parameters import ParameterIndex
 from stabilizer.partial import PartialSums
 from stabilizer.reduction import Reducer, accumulation_dtype
@@ -33,6 +34,8 @@ class Measurement:
         is_exact: Whether maxima and counts were measured at this step.
         flags: Flags summed over ranks, shape (num_flags,); this rank's own on steps without a collective.
         sums: Further numbers of the step, summed over ranks, float64; their shape is that of what was handed in.
+        is_bad: Whether a gradient is not finite, shape (), bool; of this rank's own where all ranks hold whole ones.
+            What a rank could not measure is NaN and not bad.
         difference: Largest relative difference between ranks of a sum of squares, shape (), where they were compared.
     """
 
@@ -43,6 +46,7 @@ class Measurement:
     is_exact: bool
     flags: Tensor
     sums: Tensor
+    is_bad: Tensor
     difference: Tensor | None
 
 
@@ -64,12 +68,6 @@ def describe_difference(difference: float, step: int | None = None) -> str | Non
         "Is the last micro-batch of an accumulation outside no_sync()? Do parameters that live on some ranks only need "
         "groups=?"
     )
-
-
-class _Statistics(NamedTuple):
-    squares: Tensor
-    maxima: Tensor
-    counts: Tensor
 
 
 class Measurer:
@@ -103,11 +101,14 @@ class Measurer:
         self.norm_types = norm_types
         self.failure: Exception | None = None
         self.needs_replan = False
+        # What was measured, for whoever changes it at once; not longer, or gradients would outlive their step.
+        self.local_gradients: list[Tensor | None] | None = None
         self._index, self._reducer, self._device = index, reducer, reducer.device
         self._dtype = accumulation_dtype(self._device)
         self._max_abs_intervals = max_abs_intervals
         self._units = Segments(unit_ids, num_segments=num_units, device=self._device)
         self._zeros = torch.zeros(num_units, dtype=self._dtype, device=self._device)
+        self._packer = Packer(reducer, index=index, num_units=num_units, norm_types=norm_types)
         self._no_flags = torch.zeros(num_flags, dtype=self._dtype, device=self._device)
         self._positions, self._num_parameters = positions, num_parameters
         #: In the order of all ranks' parameters: what is compared stands at the same place on every rank.
@@ -142,15 +143,21 @@ class Measurer:
         tensors = self._local_tensors()
         is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
         local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
+        if self._index.is_replicated and self._host_sees_nonfinite(local):
+            # Without a collective: every rank holds whole gradients, and only some may see this.
+            is_exact, local = True, self._guarded(self._wide_statistics, tensors)
         flags = self._no_flags if flags is None else flags.to(self._dtype)
         sums = self._zeros[:0] if sums is None else sums.to(self._device, self._dtype)
         compared = self._compared(tensors, local) if compare else None
-        total, summed, difference = self._reduce(local, (flags, sums), is_exact, compared)
-        flags, sums = summed.split([flags.numel(), sums.numel()])
-        if self._host_sees_nonfinite(total):
+        failed = self._zeros.new_full((1,), float(self.failure is not None))
+        own = torch.cat([flags, failed])
+        total, summed, difference = self._packer.reduce(local, (own, sums), is_exact=is_exact, compared=compared)
+        flags, failed, sums = summed.split([flags.numel(), 1, sums.numel()])
+        if not self._index.is_replicated and self._host_sees_nonfinite(total):
             is_exact = True
             local = self._guarded(self._wide_statistics, tensors)
-            total, *_ = self._reduce(local, (self._no_flags, self._zeros[:0]), is_exact, None)
+            total, *_ = self._packer.reduce(local, (own, sums[:0]), is_exact=True, compared=None)
+        is_bad = ~torch.isfinite(total.squares + total.maxima).all() & (failed[0] == 0)
         squares, maxima = total.squares, total.maxima
         if grad_scale is not None:
             inverse = grad_scale.detach().to(self._device).to(self._dtype).reciprocal()
@@ -163,10 +170,11 @@ class Measurer:
             is_exact=is_exact,
             flags=flags,
             sums=sums,
+            is_bad=is_bad,
             difference=difference,
         )
 
-    def _guarded(self, function: Callable[..., _Statistics], tensors: Sequence[Tensor | None]) -> _Statistics:
+    def _guarded(self, function: Callable[..., Statistics], tensors: Sequence[Tensor | None]) -> Statistics:
         try:
             if self.failure is None:
                 return function(tensors)
@@ -174,28 +182,28 @@ class Measurer:
             self.failure = error
         # The other ranks wait in the collective: take part, with numbers that nobody takes for a measurement.
         missing = torch.full_like(self._zeros, torch.nan)
-        return _Statistics(missing, torch.full_like(missing, torch.inf), missing)
+        return Statistics(missing, torch.full_like(missing, torch.inf), missing)
 
-    def _quiet_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+    def _quiet_statistics(self, tensors: Sequence[Tensor | None]) -> Statistics:
         squares, maxima = self._zeros, self._zeros
         if 2 in self.norm_types:
             local = norms(tensors, device=self._device).to(self._dtype).square()
             squares = self._units.sum(local * self._weights)
         if "inf" in self.norm_types:
             maxima = self._units.max(largest(tensors, device=self._device).to(self._dtype))
-        return _Statistics(squares, maxima, self._zeros)
+        return Statistics(squares, maxima, self._zeros)
 
-    def _exact_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+    def _exact_statistics(self, tensors: Sequence[Tensor | None]) -> Statistics:
         maxima = self._units.max(largest(tensors, device=self._device).to(self._dtype))
         counts = count_nonfinite(tensors, device=self._device).to(self._dtype)
-        return _Statistics(self._quiet_statistics(tensors).squares, maxima, self._units.sum(counts * self._weights))
+        return Statistics(self._quiet_statistics(tensors).squares, maxima, self._units.sum(counts * self._weights))
 
-    def _wide_statistics(self, tensors: Sequence[Tensor | None]) -> _Statistics:
+    def _wide_statistics(self, tensors: Sequence[Tensor | None]) -> Statistics:
         """Exact ones, and square sums that are finite for every finite gradient (in float64, slowly)."""
         exact = self._exact_statistics(tensors)
         return exact._replace(squares=self._units.sum(square_sums(tensors, device=self._device) * self._weights))
 
-    def _compared(self, tensors: Sequence[Tensor | None], local: _Statistics) -> Tensor | None:
+    def _compared(self, tensors: Sequence[Tensor | None], local: Statistics) -> Tensor | None:
         """What must be equal on all ranks: statistics of gradients that every rank holds whole."""
         if self._index.is_replicated:
             return local.squares + local.maxima
@@ -212,37 +220,7 @@ class Measurer:
         whole = [tensors[position] for position in self._whole_positions]
         return norms(whole, device=self._device).to(self._dtype)
 
-    def _reduce(
-        self, local: _Statistics, numbers: tuple[Tensor, Tensor], is_exact: bool, compared: Tensor | None
-    ) -> tuple[_Statistics, Tensor, Tensor | None]:
-        """All statistics and numbers (flags, sums) over all ranks in at most one collective."""
-        reducer, units, (flags, sums) = self._reducer, self._zeros.numel(), numbers
-        packed = torch.cat(numbers)
-        if reducer.world_size == 1:
-            return local, packed, None
-        if self._index.is_replicated and compared is None:
-            # Norms need no collective here, and flags can wait for a step that has one; sums cannot.
-            return local, packed if not sums.numel() else torch.cat([flags, reducer.sum(sums)]), None
-        if not is_exact and compared is None and self.norm_types == {2}:
-            summed = reducer.sum(torch.cat([local.squares, packed]))
-            return local._replace(squares=summed[:units]), summed[units:], None
-        if not is_exact and compared is None and self.norm_types == {"inf"} and not sums.numel():
-            highest = reducer.maximum(torch.cat([local.maxima, packed]))
-            return local._replace(maxima=highest[:units]), highest[units:], None
-        # Sums and maxima at one step, or a comparison: gather the few numbers of every rank and finish here.
-        gathered = reducer.gather(torch.cat([*local, packed, self._zeros[:0] if compared is None else compared]))
-        summed, highest, end = gathered.sum(0), gathered.amax(0), 3 * units + packed.numel()
-        difference = None
-        if compared is not None:
-            spread = highest[end:] - gathered.amin(0)[end:]
-            difference = (spread / highest[end:].clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num(0.0, 0.0).amax()
-        if self._index.is_replicated:
-            # Own norms, as on steps without a collective, so that both kinds of steps give the same bits.
-            return local, summed[3 * units : end], difference
-        total = _Statistics(summed[:units], highest[units : 2 * units], summed[2 * units : 3 * units])
-        return total, summed[3 * units : end], difference
-
-    def _host_sees_nonfinite(self, total: _Statistics) -> bool:
+    def _host_sees_nonfinite(self, total: Statistics) -> bool:
         """Whether a norm is not finite, where reading that costs no wait; reduced numbers, so all ranks agree."""
         return self._device.type == "cpu" and not bool(torch.isfinite(total.squares + total.maxima).all())
 
@@ -274,6 +252,7 @@ class Measurer:
             self._weights = self._weight_vector()
             self._find_unplanned()
         tensors = [None if gradient is None else index.local(gradient) for gradient in gradients]
+        self.local_gradients = list(tensors)
         for position in (*self._unplanned, *self._partial.left_out):
             tensors[position] = None
         return tensors

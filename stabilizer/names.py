@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-__all__ = ["Granularity", "clean_name", "layer_names", "select_layers"]
+__all__ = ["Granularity", "clean_name", "layer_names", "matching", "select_layers"]
 
 Granularity: TypeAlias = Literal["block", "module", "parameter"] | Mapping[str, str]
 
@@ -168,6 +168,32 @@ def select_layers(
     if not chosen:
         raise ValueError(f"layers={layers!r}, exclude={list(exclude)!r} leave none of the {len(names)} layers")
     return sorted(chosen)
+
+
+def matching(names: Sequence[str], pattern: str, *, argument: str = "") -> list[str]:
+    r"""Layers that a pattern means.
+
+    Args:
+        names: All layer names.
+        pattern: An exact name, or a regular expression that matches a whole name.
+        argument: Of the user's, to complain of if there is none.
+
+    Returns:
+        Names, in order; none only without `argument`.
+
+    Raises:
+        ValueError: If there is none.
+
+    Example:
+        >>> matching(["embed", "layers.0", "layers.1"], r"layers\..*")
+        ['layers.0', 'layers.1']
+    """
+    try:
+        return [names[position] for position in _matches(names, pattern, argument)]
+    except ValueError:
+        if argument:
+            raise
+        return []
 
 
 def _matches(names: Sequence[str], item: int | str, argument: str) -> list[int]:

@@ -36,6 +36,7 @@ class Segments:
         is_sorted = order == list(range(len(ids)))
         self._order = None if is_sorted else torch.tensor(order, device=device)
         self._lengths = torch.tensor(lengths, device=device)
+        self._ids = torch.tensor(list(ids), dtype=torch.long, device=device)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of every segment.
@@ -58,6 +59,17 @@ class Segments:
             Shape (segments,); 0 for a segment without positions.
         """
         return self._reduce(values, "max")
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The value of its segment at every position.
+
+        Args:
+            values: Shape (segments,).
+
+        Returns:
+            Shape (positions,).
+        """
+        return values if self._is_identity else values.index_select(0, self._ids)
 
     def _reduce(self, values: Tensor, operation: str) -> Tensor:
         if self._is_identity:

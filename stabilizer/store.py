@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from stabilizer.applying import apply_plan_, clip_values_, without_parts
+from stabilizer.diagnosis import BadParameter, nonfinite_parameters
 from stabilizer.errors import warn
-from stabilizer.measurement import Measurement, Measurer, describe_difference
+from stabilizer.measurement import Measurement, Measurer
 from stabilizer.names import Granularity, layer_names
 from stabilizer.parameters import ParameterIndex
+from stabilizer.plan import StepPlan
 from stabilizer.reduction import Reducer
-from stabilizer.view import LayerView, NormType, parse_norm_type
+from stabilizer.view import LayerView, NormType
 
-__all__ = ["GradientNorms", "GradientStore", "gradient_norms"]
+__all__ = ["GradientStore"]
 
 
 class GradientStore:
@@ -42,7 +44,7 @@ class GradientStore:
 
     Example:
         >>> import torch
-        >>> model = nn.Linear(2, 1, bias=False)
+        >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
         >>> store = GradientStore(ParameterIndex(model))
         >>> measurement = store.measure(step=0)
@@ -70,13 +72,14 @@ class GradientStore:
         keys = list(zip(*layers.values(), strict=True))
         units = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         overall = {name: number for number, name in enumerate(names)}
-        positions = [overall[name] for name in index.names]
+        self._positions = positions = [overall[name] for name in index.names]
+        self._unit_ids = [units[keys[position]] for position in positions]
         self._measurer = Measurer(
             index,
             reducer,
             positions=positions,
             num_parameters=len(names),
-            unit_ids=[units[keys[position]] for position in positions],
+            unit_ids=self._unit_ids,
             num_units=len(units),
             norm_types=frozenset(norm_types),
             max_abs_intervals=_intervals(max_abs_every_n_steps),
@@ -86,6 +89,7 @@ class GradientStore:
         self._views: dict[tuple[str, NormType], LayerView] = {}
         self.current: Measurement | None = None
         self.failure: Exception | None = None
+        self._has_warned_of_parts = False
 
     def view(self, granularity: Granularity = "block", norm_type: NormType = 2) -> LayerView:
         """The statistics by layer.
@@ -132,6 +136,7 @@ class GradientStore:
                 "on every rank, or on none"
             )
 
+    @torch.no_grad()
     def measure(
         self,
         step: int,
@@ -140,6 +145,7 @@ class GradientStore:
         flags: Tensor | None = None,
         sums: Tensor | None = None,
         compare: bool = False,
+        keep: bool = False,
     ) -> Measurement:
         """Measure the gradients as they are now; they are not changed, not even by a bit.
 
@@ -150,12 +156,15 @@ class GradientStore:
             sums: This rank's part of further numbers that are summed over ranks in the same collective, shape (n,); n
                 is the same on every rank. They cost a small collective of their own where norms need none.
             compare: Whether ranks that all hold whole gradients compare them (a collective on a step that needs none).
+            keep: Whether `apply_` follows at once, and then `release`.
 
         Returns:
             The measurement, which is also what the views show from now on.
         """
         self.current = self._measurer.measure(step, grad_scale=grad_scale, flags=flags, sums=sums, compare=compare)
         self.failure = self._measurer.failure
+        if not keep:
+            self.release()
         for view in self._views.values():
             view.record(self.current)
         return self.current
@@ -169,6 +178,7 @@ class GradientStore:
         """Agree anew on which gradients are Partial sums: a collective, after a backward pass."""
         self._measurer.replan()
 
+    @torch.no_grad()
     def remeasure(self, *, grad_scale: Tensor | None = None) -> Measurement:
         """Measure once more within the step, after a clip: one more pass, and one more collective.
 
@@ -179,59 +189,84 @@ class GradientStore:
             The measurement; the views keep the first one.
         """
         step = 0 if self.current is None else self.current.step
-        return self._measurer.measure(step, grad_scale=grad_scale, flags=None, sums=None, compare=False)
+        found = self._measurer.measure(step, grad_scale=grad_scale, flags=None, sums=None, compare=False)
+        self.release()
+        return found
 
+    @torch.no_grad()
+    def apply_(self, plan: StepPlan, *, grad_scale: Tensor | None = None) -> None:
+        """Change the gradients as planned; no collective, and the host waits for nothing.
 
-class GradientNorms(NamedTuple):
-    """What `gradient_norms` returns: names (layers), norms (layers,), the total () and non-finite flags (layers,)."""
+        Args:
+            plan: Made of this step's measurement.
+            grad_scale: What the gradients are still multiplied by, shape ().
+        """
+        if plan.is_empty:
+            return
+        # Those of the measurement, if it was just made: to look at a DTensor's elements takes its time.
+        gradients = self._measurer.local_gradients or self._local_gradients()
+        apply_plan_(plan, gradients, self._unit_ids)
+        if plan.limits is not None:
+            gradients, left_out = without_parts(
+                self.index, gradients, [unit in plan.limited for unit in self._unit_ids]
+            )
+            clip_values_(plan, gradients, self._unit_ids, grad_scale=grad_scale)
+            self._warn_of_parts(left_out)
 
-    layer_names: tuple[str, ...]
-    norms: Tensor
-    total_norm: Tensor
-    nonfinite: Tensor
+    def release(self) -> None:
+        """Let go of the gradients that were measured; whoever measures to change them calls this afterwards."""
+        self._measurer.local_gradients = None
 
+    @torch.no_grad()
+    def nonfinite_parameters(self) -> list[BadParameter]:
+        """Parameters with elements that are not finite, in the order of a backward pass; see `stabilizer.diagnosis`.
 
-def gradient_norms(
-    model: nn.Module | Iterable[Tensor] | Tensor,
-    *,
-    granularity: Granularity = "block",
-    norm_type: NormType | float = 2,
-    groups: Mapping[str, Any] | None = None,
-) -> GradientNorms:
-    """Norms of all gradients of a model right now, over all ranks; for loops that want a single call.
+        A collective, and the host waits: for steps that are known to have some.
+        """
+        index = self.index
+        gradients = index.gradients()
+        placements = [index.placements(position, gradient) for position, gradient in enumerate(gradients)]
+        return nonfinite_parameters(
+            self._local_gradients(),
+            weights=[index.weight(position, where) for position, where in enumerate(placements)],
+            positions=self._positions,
+            names=self.names,
+            reducer=self._reducer,
+        )
 
-    It sets everything up anew at each call, and warns if ranks that should hold equal gradients do not. A loop that
-    measures every step keeps a `GradientStore`.
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums over all ranks: a collective.
 
-    Args:
-        model: The model, or its parameters (a list, a generator, one tensor).
-        granularity: What a layer is; see `stabilizer.names.layer_names`.
-        norm_type: 2 or "inf".
-        groups: See `ParameterIndex`.
+        Args:
+            values: Shape (n,), where the gradients are.
 
-    Returns:
-        Plain tensors, the same on every rank.
+        Returns:
+            Shape (n,), the same on every rank.
+        """
+        return self._reducer.sum(values)
 
-    Raises:
-        ValueError: If there are no parameters that require a gradient, or an argument is out of range.
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of all ranks: a collective, and a wait.
 
-    Example:
-        >>> import torch
-        >>> weight = nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> gradient_norms([weight]).total_norm
-        tensor(5.)
-    """
-    kind = parse_norm_type(norm_type)
-    index = ParameterIndex(model, groups=groups)
-    if all(gradient is None for gradient in index.gradients()):
-        warn(f"no gradients found on any of {len(index)} parameters: call this after backward() and before zero_grad()")
-    store = GradientStore(index, granularities=(granularity,), norm_types=(kind,), ring=1)
-    view = store.view(granularity, kind)
-    measurement = store.measure(step=0, compare=True)
-    if measurement.difference is not None and (message := describe_difference(measurement.difference.item())):
-        warn(message)
-    return GradientNorms(view.layer_names, view.norms, view.total_norm, view.nonfinite)
+        Args:
+            values: Shape (n,), on the CPU.
+
+        Returns:
+            Shape (ranks, n), on the CPU.
+        """
+        return self._reducer.gather(values.to(self.device)).cpu()
+
+    def _warn_of_parts(self, names: Sequence[str]) -> None:
+        if names and not self._has_warned_of_parts:
+            self._has_warned_of_parts = True
+            warn(
+                f"the gradients of {names[:5]} ({len(names)} in all) are Partial sums or sparse: their elements are "
+                "not clipped by value, only by norm"
+            )
+
+    def _local_gradients(self) -> list[Tensor | None]:
+        gradients = self.index.gradients()
+        return [None if gradient is None else self.index.local(gradient) for gradient in gradients]
 
 
 def _intervals(value: int | Sequence[int] | None) -> frozenset[int]:

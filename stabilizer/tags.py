@@ -4,6 +4,12 @@ from __future__ import annotations
 
 __all__ = [
     "ALL_TAGS",
+    "CLIP_LAYER_COEFFICIENT",
+    "CLIP_LAYER_RATE",
+    "CLIP_LAYER_THRESHOLD",
+    "CLIP_TOTAL_COEFFICIENT",
+    "CLIP_TOTAL_RATE",
+    "CLIP_TOTAL_THRESHOLD",
     "GRAD_NORM_HEATMAP",
     "GRAD_NORM_LAYER",
     "GRAD_NORM_LAYER_AFTER",
@@ -19,6 +25,11 @@ __all__ = [
     "LOSS_SLOPE",
     "LOSS_SLOPE_ERROR",
     "LOSS_STD",
+    "RUN",
+    "RUN_FIELDS",
+    "SKIP_CONSECUTIVE",
+    "SKIP_COUNT",
+    "SKIP_OVERFLOWS",
     "of_window",
     "prefix",
 ]
@@ -39,6 +50,18 @@ LOSS_MIN = "loss/min"
 LOSS_MAX = "loss/max"
 LOSS_MAX_RANK = "loss/max_rank"
 LOSS_NONFINITE = "loss/nonfinite"
+CLIP_LAYER_COEFFICIENT = "clip/layer_coefficient"
+CLIP_LAYER_RATE = "clip/layer_rate"
+CLIP_LAYER_THRESHOLD = "clip/layer_threshold"
+CLIP_TOTAL_COEFFICIENT = "clip/total_coefficient"
+CLIP_TOTAL_RATE = "clip/total_rate"
+CLIP_TOTAL_THRESHOLD = "clip/total_threshold"
+SKIP_CONSECUTIVE = "skip/consecutive"
+SKIP_COUNT = "skip/count"
+SKIP_OVERFLOWS = "skip/overflows"
+# A text, not a number: what the run is like, in JSON, and what a threshold's `calibrated_for` may hold of it.
+RUN = "stabilizer/run"
+RUN_FIELDS = ("num_params", "world_size", "accumulation", "batch", "precision")
 
 ALL_TAGS = frozenset(
     {
@@ -57,6 +80,15 @@ ALL_TAGS = frozenset(
         LOSS_MAX,
         LOSS_MAX_RANK,
         LOSS_NONFINITE,
+        CLIP_LAYER_COEFFICIENT,
+        CLIP_LAYER_RATE,
+        CLIP_LAYER_THRESHOLD,
+        CLIP_TOTAL_COEFFICIENT,
+        CLIP_TOTAL_RATE,
+        CLIP_TOTAL_THRESHOLD,
+        SKIP_CONSECUTIVE,
+        SKIP_COUNT,
+        SKIP_OVERFLOWS,
     }
 )
 

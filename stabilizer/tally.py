@@ -61,6 +61,7 @@ class LossTally:
 
     Args:
         weights: The kinds of weight that anybody will read.
+        keeps_losses: Whether losses are wanted where no weight is.
 
     Example:
         >>> tally = LossTally(["samples"])
@@ -71,8 +72,9 @@ class LossTally:
         [(2.5, (8,))]
     """
 
-    def __init__(self, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight], *, keeps_losses: bool = False) -> None:
         self.weights = tuple(weights)
+        self._is_on = keeps_losses or bool(weights)
         self._pieces: list[MicroBatchLoss] = []
         self._taken: list[MicroBatchLoss] = []
         self._takers: set[int] = set()
@@ -89,7 +91,7 @@ class LossTally:
         Args:
             batch: To count its tokens or samples; kept until the loss comes.
         """
-        if self.weights:
+        if self._is_on:
             self._batch, self._has_batch, self._is_begun = batch, True, True
 
     def add(self, loss: Tensor, *, scale: Tensor | float | None = None, starts: bool | None = None) -> None:
@@ -101,7 +103,7 @@ class LossTally:
             starts: Whether it is the first of its micro-batch; by default, if a batch has come since the last one, or
                 never has.
         """
-        if not self.weights or self._is_told:
+        if not self._is_on or self._is_told:
             return
         value = find_loss(loss if loss.numel() == 1 else loss.detach().to(torch.float32).mean())
         if scale is not None:
@@ -124,7 +126,7 @@ class LossTally:
             loss: See `find_loss`.
             weight: Tokens or samples in the mean; default: counted where the batch is known.
         """
-        if not self.weights:
+        if not self._is_on:
             return
         if not self._is_told:
             self._is_told, self._odd = True, None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from stabilizer.measurement import Measurement
 from stabilizer.segments import Segments
+
+if TYPE_CHECKING:
+    from stabilizer.plan import StepPlan
 
 __all__ = ["LayerView", "NormType", "parse_norm_type"]
 
@@ -51,6 +54,7 @@ class LayerView:
 
     Attributes:
         layer_names: Names of the layers, in the model's order.
+        unit_layers: Position of its layer for every unit of the store.
         ring: Norms of past steps, shape (steps, layers + 1), the last column is the total; rows of `ring_steps`.
         ring_steps: Step of every row of the ring, -1 where there is none yet.
     """
@@ -60,6 +64,7 @@ class LayerView:
         self.norm_type = norm_type
         numbers = {name: number for number, name in enumerate(self.layer_names)}
         ids = [numbers[name] for name in unit_layers]
+        self.unit_layers = ids
         self._segments = Segments(ids, num_segments=len(numbers), device=device)
         self._current: Measurement | None = None
         self._cache: tuple[Measurement, Tensor, Tensor] | None = None
@@ -117,13 +122,55 @@ class LayerView:
         if self._cache is not None and self._cache[0] is measurement:
             return self._cache[1:]
         if self.norm_type == 2:
-            squares = self._segments.sum(measurement.squares)
-            values = squares.sqrt().to(torch.float32), measurement.squares.sum().sqrt().to(torch.float32)
+            values = self.norms_of_squares(measurement.squares)
         else:
             maxima = self._segments.max(measurement.maxima)
             values = maxima, maxima.max()
         self._cache = (measurement, *values)
         return values
+
+    def norms_of_squares(self, squares: Tensor) -> tuple[Tensor, Tensor]:
+        """L2 norms by layer and in total.
+
+        Args:
+            squares: Sums of squares of the store's units, shape (units,).
+
+        Returns:
+            Shapes (layers,) and (), float32.
+        """
+        layers = self._segments.sum(squares).sqrt().to(torch.float32)
+        return layers, squares.sum().sqrt().to(torch.float32)
+
+    def norms_after(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Norms of what a plan leaves of the gradients; a clip by value is not in them.
+
+        Args:
+            plan: Of this step.
+
+        Returns:
+            Shapes (layers,) and (), float32; NaN if the step is skipped.
+        """
+        if self.norm_type == 2:
+            layers, total = self.norms_of_squares(plan.squares_after)
+        else:
+            maxima = self.measurement.maxima * plan.coefficients.to(torch.float32)
+            maxima = maxima if plan.zeroed is None else maxima.masked_fill(plan.zeroed, 0.0)
+            layers = self._segments.max(maxima)
+            total = layers.amax()
+        if plan.skip is not None:
+            layers, total = layers.masked_fill(plan.skip, torch.nan), total.masked_fill(plan.skip, torch.nan)
+        return layers, total
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The value of its layer for every unit of the store.
+
+        Args:
+            values: Shape (layers,).
+
+        Returns:
+            Shape (units,).
+        """
+        return self._segments.spread(values)
 
     def past(self, limit: int | None = None) -> tuple[list[int], Tensor]:
         """Norms of past steps.

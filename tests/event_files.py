@@ -32,7 +32,9 @@ class Run:
             assert points == sorted(points, key=lambda point: point[0]), f"{tag} goes back in time"
             self.scalars[tag] = dict(points)
         self.pictures = {tag: [image.step for image in events.Images(tag)] for tag in tags["images"]}
-        self.layouts = len(events.Tensors("custom_scalars__config__")) if tags["tensors"] else 0
+        self.layouts = (
+            len(events.Tensors("custom_scalars__config__")) if "custom_scalars__config__" in tags["tensors"] else 0
+        )
         self.num_bytes = sum(path.stat().st_size for path in Path(folder).glob("events.out.tfevents.*"))
 
     def ours(self) -> dict[str, dict[int, float]]:

@@ -105,6 +105,7 @@ def test_the_default_suite_can_be_named() -> None:
     assert [callback.state_key for callback in callbacks] == [
         "GradNormCallback[student]",
         "LossMeanVarCallback[student]",
+        "AdaptiveClipThreshold[student]",
     ]
     assert {callback.name for callback in recommended()} == {""}
     with Loop("plain", *callbacks) as loop:

@@ -73,7 +73,7 @@ def test_report_has_the_targets_of_the_project(report: dict[str, Any]) -> None:
 
 def test_report_counts_collectives(report: dict[str, Any]) -> None:
     counts = {figure["what"]: figure["value"] for figure in report["figures"] if figure["unit"] == "collectives"}
-    assert counts == {"FSDP2: collectives added to a quiet step": 1, "DDP: collectives added to a quiet step": 1}
+    assert counts == {"FSDP2: collectives added to a quiet step": 2, "DDP: collectives added to a quiet step": 2}
 
 
 @pytest.mark.parametrize(("value", "target", "status"), [(2.0, 1.0, 1), (1.0, 1.0, 0), (None, 1.0, 0), (2.0, None, 0)])

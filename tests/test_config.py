@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, StabilizerCallback, load_callbacks, recommended
+from stabilizer.callbacks import (
+    AdaptiveClipThreshold,
+    GradNormCallback,
+    LossMeanVarCallback,
+    StabilizerCallback,
+    load_callbacks,
+    recommended,
+)
 from stabilizer.config import FEATURES, PRESETS
 from stabilizer.errors import StabilizerWarning
 from tests.environments import ROOT
@@ -65,9 +72,12 @@ GOOD: list[tuple[str, list[StabilizerCallback]]] = [
     ("loss_mean_var: {windows: [5, 50], on_alarm: []}", [LossMeanVarCallback(windows=(5, 50), on_alarm=())]),
     ("preset: safe", recommended()),
     ("preset: safe\ngrad_norm: true", recommended()),
-    ("grad_norm: {every_n_steps: 7}\npreset: safe", [GradNormCallback(every_n_steps=7), LossMeanVarCallback()]),
-    ("preset: safe\nloss_mean_var: false", [GradNormCallback()]),
-    ("preset: safe\ngrad_norm: {enabled: false}", [LossMeanVarCallback()]),
+    (
+        "grad_norm: {every_n_steps: 7}\npreset: safe",
+        [GradNormCallback(every_n_steps=7), LossMeanVarCallback(), AdaptiveClipThreshold()],
+    ),
+    ("preset: safe\nloss_mean_var: false", [GradNormCallback(), AdaptiveClipThreshold()]),
+    ("preset: safe\ngrad_norm: {enabled: false}", [LossMeanVarCallback(), AdaptiveClipThreshold()]),
 ]
 
 
@@ -188,7 +198,9 @@ def test_bad_files(content: str | bytes, message: str, tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["stabilizer.yaml"]
 
 
-@pytest.mark.parametrize("content", ["grad_norm: false", "{}", "preset: safe\ngrad_norm: false\nloss_mean_var: null"])
+@pytest.mark.parametrize(
+    "content", ["grad_norm: false", "{}", "preset: safe\ngrad_norm: false\nloss_mean_var: null\nadaptive_clip: false"]
+)
 def test_nothing_left_is_told_once(content: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -216,7 +228,7 @@ def test_every_call_makes_new_callbacks() -> None:
     first, second = recommended(), recommended()
     assert same(first, second)
     assert not {id(one) for one in first} & {id(one) for one in second}
-    assert [type(one) for one in first] == [GradNormCallback, LossMeanVarCallback]
+    assert [type(one) for one in first] == [GradNormCallback, LossMeanVarCallback, AdaptiveClipThreshold]
     assert {name for preset in PRESETS.values() for name in preset} <= set(FEATURES)
 
 
@@ -225,7 +237,7 @@ def test_either_module_comes_first_and_loads_no_parser(order: tuple[str, str]) -
     program = (
         f"import sys, stabilizer.{order[0]}, stabilizer.{order[1]}\n"
         "assert stabilizer.callbacks.load_callbacks is stabilizer.config.load_callbacks\n"
-        "assert len(stabilizer.config.recommended()) == 2\n"
+        "assert len(stabilizer.config.recommended()) == 3\n"
     )
     alone = f"import sys\nbefore = 'lightning' in sys.modules\nimport stabilizer.{order[0]}\n"
     # Lightning loads both itself, so it is hidden here.

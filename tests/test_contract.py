@@ -48,6 +48,11 @@ def _busy(kind: Any, **options: Any) -> Any:
     return kind(**intervals, **{name: 1 for name in names if name == "warmup_steps"}, **options)
 
 
+def _observing(kind: Any) -> dict[str, Any]:
+    """What lets it leave the training alone: nothing for those that measure, a mode of those that clip."""
+    return {"mode": "observe"} if "mode" in inspect.signature(kind).parameters else {}
+
+
 def _equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -70,10 +75,10 @@ def test_is_a_callback_of_both_packages(kind: Any) -> None:
 
 
 @on_every_host
-def test_trains_and_changes_nothing_by_itself(kind: Any, host_name: str) -> None:
-    """Defaults only observe: the weights are those of a run without the callback, bit for bit."""
+def test_trains_and_changes_nothing_while_it_observes(kind: Any, host_name: str) -> None:
+    """The weights are those of a run without the callback, bit for bit."""
     host, weights = make_host(host_name), []
-    for callbacks in ([], [kind()]):
+    for callbacks in ([], [kind(**_observing(kind))]):
         weights.append(host.train(callbacks, num_steps=6))
         assert [callback.next_step() for callback in callbacks] == [6] * len(callbacks)
     assert _equal_weights(*weights)
@@ -94,7 +99,8 @@ def test_logs_the_same_numbers_at_the_same_steps_on_every_host(kind: Any) -> Non
 @on_every_host
 def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
     host = make_host(host_name)
-    host.train([_busy(kind), _busy(kind, name="again")], num_steps=4)
+    options = _observing(kind)  # two that clip would see one another's gradients
+    host.train([_busy(kind, **options), _busy(kind, name="again", **options)], num_steps=4)
     ours = {key: value for key, value in host.points.items() if not key[0].startswith("again/")}
     again = {(f"again/{tag}", step): value for (tag, step), value in ours.items()}
     assert {**ours, **again} == host.points
@@ -182,14 +188,15 @@ def _failing(kind: Any, **options: Any) -> Any:
         if context.step == 1:
             raise RuntimeError("a fault of ours")
 
-    return type("Failing", (kind,), {"on_gradients": on_gradients})(every_n_steps=1, **options)
+    failing = type("Failing", (kind,), {"on_gradients": on_gradients})
+    return failing(every_n_steps=1, **_observing(kind), **options)
 
 
 @on_every_host
 def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pytest.LogCaptureFixture) -> None:
     host = make_host(host_name)
     weights = host.train([])
-    callback, sound = _failing(kind), kind(every_n_steps=1, name="sound")
+    callback, sound = _failing(kind), kind(every_n_steps=1, name="sound", **_observing(kind))
     with caplog.at_level(logging.ERROR, "stabilizer"):
         assert _equal_weights(host.train([callback, sound]), weights)
     [record] = [record for record in caplog.records if record.name.startswith("stabilizer")]
@@ -223,7 +230,8 @@ def test_the_environment_turns_it_off(kind: Any, host_name: str, monkeypatch: py
 
 
 def _spread(rank: int, world_size: int, kind: Any, host_name: str) -> tuple[Any, Any, Any]:
-    host, callback = make_host(host_name, rank=rank, num_ranks=world_size), _busy(kind)
+    host = make_host(host_name, rank=rank, num_ranks=world_size)
+    callback = _busy(kind, **_observing(kind))
     plain, weights = host.train([]), host.train([callback])
     assert _equal_weights(plain, weights), "the callback changed the weights"
     return weights, callback.state_dict(), host.points

@@ -82,8 +82,9 @@ def count(
 def test_collectives_of_three_quiet_steps(strategy: str, expected: dict[str, int]) -> None:
     for added, sizes in run_distributed(count, strategy, QUIET, NORMS):
         assert added == expected
-        # 7 layers, 48 parameters, 5 flags, in float64; the Partial sum holds the 18 norms' weights and biases.
-        largest = 8 * (48 + 5) if strategy != "sp" else 4 * 18 * 16
+        # 7 layers, 48 parameters, 5 flags and whether measuring failed, in float64; the Partial sum holds the 18 norms'
+        # weights and biases.
+        largest = 8 * (48 + 6) if strategy != "sp" else 4 * 18 * 16
         assert all(size <= largest for size in sizes), sizes
 
 
@@ -92,8 +93,8 @@ def test_losses_travel_with_the_norms(strategy: str) -> None:
     """One collective a step, whatever looks at the loss; under DDP it holds the losses alone."""
     for added, sizes in run_distributed(count, strategy, QUIET, LOSSES):
         assert added == {"c10d.allreduce_.default": 3}
-        # Two kinds of weight: two sums each, and two counts; 7 flags.
-        assert sizes == [8 * 6 if strategy == "ddp" else 8 * (48 + 7 + 6)] * 3
+        # Two kinds of weight: two sums each, and two counts; 7 flags, and whether measuring failed.
+        assert sizes == [8 * 6 if strategy == "ddp" else 8 * (48 + 8 + 6)] * 3
 
 
 def test_ranks_under_ddp_compare_their_gradients_now_and_then() -> None:

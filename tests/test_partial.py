@@ -80,8 +80,7 @@ def late(rank: int, world_size: int) -> tuple[list[float], list[str]]:
             if step == 12 and rank == 1:
                 parameter.grad = None
             suite.run()
-            total = suite.total_norm()
-            assert total is not None
+            total = suite.callbacks[0].norm_history().totals[-1]  # type: ignore[attr-defined]
             totals.append(total.item())
             suite.finish()
     return totals, [str(w.message) for w in caught if issubclass(w.category, StabilizerWarning)]

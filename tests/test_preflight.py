@@ -11,19 +11,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stabilizer.callbacks import GradNormCallback, StabilizerCallback
+from stabilizer.callbacks import AdaptiveClipThreshold, GradNormCallback, LayerClipCallback, StabilizerCallback
 from stabilizer.callbacks.preflight import Fact, facts
 from tests.counting import fake_cuda
 from tests.models import make_mlp, make_transformer
 from tests.preflight_settings import make_setting, rows_of
-
-
-class ClipTotal(StabilizerCallback):
-    """Stands for a callback that clips."""
-
-    order = 30
-    mode = "act"
-    on_nonfinite = "skip_step"
 
 
 class Limited(StabilizerCallback):
@@ -43,7 +35,7 @@ class Faulty(StabilizerCallback):
 def test_nobody_clips() -> None:
     fact = rows_of(make_setting())["gradient clipping"]
     assert fact.value == "nobody clips"
-    assert "total norm at 1.0" in fact.advice
+    assert "AdaptiveClipThreshold()" in fact.advice
 
 
 @pytest.mark.parametrize(
@@ -58,11 +50,10 @@ def test_who_clips(clipping: str, is_marked: bool) -> None:
 
 
 def test_a_callback_of_ours_clips_unless_it_only_observes() -> None:
-    callback = ClipTotal(name="all")
-    fact = rows_of(make_setting(callbacks=[callback]))["gradient clipping"]
-    assert fact == Fact("gradient clipping", "ClipTotal[all]")
-    callback.mode = "observe"
-    assert rows_of(make_setting(callbacks=[callback]))["gradient clipping"].advice
+    fact = rows_of(make_setting(callbacks=[AdaptiveClipThreshold(name="all")]))["gradient clipping"]
+    assert fact == Fact("gradient clipping", "AdaptiveClipThreshold[all]")
+    observing = [AdaptiveClipThreshold(mode="observe"), LayerClipCallback(mode="observe")]
+    assert rows_of(make_setting(callbacks=observing))["gradient clipping"].advice
 
 
 def test_precision_and_one_process() -> None:
@@ -155,18 +146,28 @@ def test_several_optimizers_have_their_ownrows_of() -> None:
             "AdamW, fused: steps are skipped on the device (found_inf)",
             False,
         ),
-        (lambda p: torch.optim.AdamW(p), "AdamW, not fused: skipping a step makes the host wait", True),
-        (lambda p: torch.optim.RMSprop(p), "RMSprop, has no fused form: skipping a step makes the host wait", False),
+        (lambda p: torch.optim.AdamW(p), "AdamW, not fused: to skip a step the host reads one number a step", True),
+        (lambda p: torch.optim.RMSprop(p), "RMSprop, has no fused form: to skip a step the host reads one", False),
     ],
 )
 def test_what_skipping_costs(make: Any, value: str, is_marked: bool) -> None:
-    model = make_mlp()
-    optimizers = [make(model.parameters())]
-    fact = rows_of(make_setting(model, optimizers=optimizers, callbacks=[ClipTotal()]))["optimizer"]
-    assert fact.value.startswith(value)
-    assert bool(fact.advice) == is_marked
-    # Without a callback that skips there is nothing to advise.
-    assert not rows_of(make_setting(model, optimizers=optimizers, callbacks=[GradNormCallback()]))["optimizer"].advice
+    with fake_cuda():
+        model = nn.Linear(16, 16, device="cuda")
+        optimizers = [make(model.parameters())]
+        setting = make_setting(model, optimizers=optimizers, callbacks=[AdaptiveClipThreshold()])
+        fact = rows_of(setting)["optimizer"]
+        assert fact.value.startswith(value)
+        assert bool(fact.advice) == is_marked
+        # Without a callback that skips there is nothing to advise.
+        for callback in (GradNormCallback(), AdaptiveClipThreshold(mode="observe")):
+            setting = make_setting(model, optimizers=optimizers, callbacks=[callback])
+            assert not rows_of(setting)["optimizer"].advice
+
+
+def test_skipping_is_free_on_a_cpu() -> None:
+    fact = rows_of(make_setting(callbacks=[AdaptiveClipThreshold()]))["optimizer"]
+    assert "(free on a CPU)" in fact.value
+    assert not fact.advice
 
 
 def test_parameters_that_are_left_out() -> None:
@@ -199,7 +200,9 @@ def test_numbers_for_people(shape: tuple[int, int], shown: str) -> None:
 
 
 def test_what_callbacks_cannot_do() -> None:
-    rows = rows_of(make_setting(callbacks=[GradNormCallback(name="vision"), Limited(), ClipTotal()], host="Lightning"))
+    rows = rows_of(
+        make_setting(callbacks=[GradNormCallback(name="vision"), Limited(), LayerClipCallback()], host="Lightning")
+    )
     assert rows["GradNormCallback[vision]"].value == "ok"
     assert rows["Limited"] == Fact("Limited", "limited in 2 ways", "sees no tokens in a Lightning; nor ranks")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from stabilizer.callbacks import GradNormCallback
 from stabilizer.errors import StabilizerWarning
 from stabilizer.names import clean_name, layer_names
 from tests import reference
+from tests.clip_reference import clip
 from tests.lightning_models import PACKAGES, expected_batches, make_module, make_trainer
 from tests.models import make_mlp, make_transformer, reference_gradients
 from tests.sharding import full
@@ -135,6 +137,7 @@ def train(
     package: str = PACKAGES[0],
     callback_options: dict[str, Any] | None = None,
     module_options: dict[str, Any] | None = None,
+    beside: Sequence[Any] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """For `run_distributed`: one fit with a norm logger on this rank.
@@ -148,6 +151,7 @@ def train(
         package: One of PACKAGES.
         callback_options: Of GradNormCallback.
         module_options: Of `make_module`.
+        beside: Callbacks beside the norm logger.
         **options: Of Trainer.
 
     Returns:
@@ -162,7 +166,7 @@ def train(
             strategy=strategy,
             devices=world_size,
             package=package,
-            **{"callbacks": [callback, end.callback], **options},
+            **{"callbacks": [callback, *beside, end.callback], **options},
         )
     return {**remembered(callback), "warnings": caught, "weights": end.weights}
 
@@ -222,6 +226,7 @@ def reference_run(
     learning_rate: float = LEARNING_RATE,
     granularity: Any = "block",
     norm_type: float = 2,
+    total_limit: float = math.inf,
 ) -> Reference:
     """The norms of plain SGD on the data that a fit of `make_module` sees.
 
@@ -233,6 +238,7 @@ def reference_run(
         learning_rate: Of SGD.
         granularity: What a layer is.
         norm_type: 2 or infinity.
+        total_limit: What gradients are clipped to, all together; norms are those of before.
     """
     model: nn.Module = (make_mlp if kind == "mlp" else make_transformer)().double()
     result = Reference([], [], {})
@@ -242,6 +248,7 @@ def reference_run(
         names = dict(zip(gradients, layer_names(list(gradients), granularity), strict=True))
         result.layers.append(reference.layer_norms(gradients, names.__getitem__, norm_type))
         result.totals.append(reference.total_norm(gradients, norm_type))
+        gradients = clip(gradients, names.__getitem__, layer_limits={}, total_limit=total_limit).gradients
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if (gradient := gradients[f"model.{name}"]) is not None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from stabilizer import GradientStore, ParameterIndex, gradient_norms
-from stabilizer.callbacks import LossMeanVarCallback, StabilizerCallback, StepContext
+from stabilizer.callbacks import AdaptiveClipThreshold, LossMeanVarCallback, StabilizerCallback, StepContext
 from stabilizer.callbacks.context import Position
 from tests import reference
 from tests.accelerate_loops import Recorder
 from tests.event_files import read_run
+from tests.field_reports.clip_tools import Received, layer_clip, total_clip
 from tests.field_reports.helpers import (
     TOLERANCE,
     covers,
@@ -61,6 +62,20 @@ def test_B026_a_short_last_window_is_measured_as_it_is_and_left_as_it_is(tmp_pat
     assert _totals(tmp_path / "still") == pytest.approx(dict(enumerate(expected)), rel=TOLERANCE)
 
 
+def test_B026_a_short_last_window_beside_an_adaptive_clip(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "accumulate_grad_batches": 4}
+    weights = []
+    for name in ("with", "without"):
+        clip = AdaptiveClipThreshold(rule={"name": "mean_multiple", "warmup_steps": 3}, warmup_cap=None, strict=True)
+        module = make_module("transformer", length=10 * 3)
+        with our_warnings() as messages:
+            fit(module, tmp_path / name, callbacks=[clip] if name == "with" else [], **options)
+        weights.append([parameter.detach() for parameter in module.parameters()])
+        assert [message[:83] for message in messages] == [_SHORT] * (name == "with")
+    assert all(map(torch.equal, *weights)), "the callback changed a gradient"
+    assert list(read_run(tmp_path / "with/run").scalars["clip/total_coefficient"].values()) == [1, 1, 1]
+
+
 def _signed_loss(module: Plain, batch: Batch, number: int) -> Tensor:
     return loss_of(module.model, batch) * (1 if number % 4 < 2 else -1)
 
@@ -79,6 +94,21 @@ def test_B032_one_norm_of_the_full_sum_of_micro_batches_that_cancel(tmp_path: Pa
         assert total == pytest.approx(reference.total_norm(summed), rel=TOLERANCE)
         alone = reference_gradients(make_transformer(), expected_batches("transformer", step * 4))
         assert total < 0.8 * reference.total_norm(alone), "nothing cancels: the test says nothing"
+
+
+@covers("single")
+def test_B032_one_clip_of_the_full_sum_of_micro_batches_that_cancel(tmp_path: Path) -> None:
+    model, signs = make_transformer().double(), (1, 1, -1, -1)
+    for sign, batch in zip(signs, expected_batches("transformer", 0, num_micro_batches=4), strict=True):
+        (loss_of(model, batch) * sign / 4).backward()
+    raw = {name: p.grad for name, p in model.named_parameters()}
+    limit = 0.5 * reference.total_norm(raw)
+    module = Plain(loss=_signed_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    fit(module, tmp_path, callbacks=[total_clip(limit)], accumulate_grad_batches=4, max_steps=1)
+    start = dict(make_transformer().named_parameters())
+    for name, parameter in module.model.named_parameters():
+        # Half of the whole sum: a clip of each micro-batch would have turned it.
+        torch.testing.assert_close((start[name] - parameter).double(), raw[name] / 2, rtol=1e-4, atol=1e-6)
 
 
 def _loss_window(**options: Any) -> LossMeanVarCallback:
@@ -150,6 +180,22 @@ def test_B069_every_hook_of_ours_runs_once_an_optimizer_step(tmp_path: Path) -> 
     assert count.before == count.after == [0, 1, 2]
     assert count.num_losses == [3, 3, 3], "every micro-batch has a loss"
     assert {tuple(points) for points in read_run(tmp_path / "run").ours().values()} == {(0, 1, 2)}
+
+
+def test_B069_clip_and_skip_act_once_an_optimizer_step(tmp_path: Path) -> None:
+    received = Received()
+    # One of the nine micro-batches is spoiled: its step is left out, and no other.
+    module = Plain(loss=lambda module, batch, number: loss_of(module.model, batch) * (torch.nan if number == 4 else 1))
+    callbacks = [layer_clip(0.3), total_clip(0.5), received]
+    with our_warnings() as messages:
+        fit(module, tmp_path, callbacks=callbacks, accumulate_grad_batches=3, max_steps=3)
+    assert len(messages) == 1
+    assert received.norms == [pytest.approx([0.5, 0.0, 0.5], rel=1e-4)]
+    scalars = read_run(tmp_path / "run").scalars
+    ours = {tag: tuple(points) for tag, points in scalars.items() if tag.startswith(("clip/", "skip/"))}
+    assert set(ours.values()) == {(0, 1, 2)}
+    assert list(scalars["skip/count"].values()) == [0, 1, 1]
+    assert list(scalars["clip/total_rate"].values()) == pytest.approx([1, 1 / 2, 2 / 3])
 
 
 def _not_finite_at(bad: int) -> Any:

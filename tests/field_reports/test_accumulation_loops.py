@@ -14,6 +14,7 @@ from stabilizer.callbacks import LossMeanVarCallback, attach
 from stabilizer.callbacks.context import Position
 from tests import reference
 from tests.accelerate_loops import Recorder, make_accelerator
+from tests.field_reports.clip_tools import layer_clip, total_clip
 from tests.field_reports.helpers import LEARNING_RATE, TOLERANCE, covers, norm_logger, our_warnings
 from tests.lightning_models import expected_batches, make_loader
 from tests.models import Batch, loss_of, make_mlp, make_transformer, mlp_batch, reference_gradients, token_batch
@@ -25,7 +26,7 @@ def _accumulate(
     batches: Sequence[Batch],
     *,
     accumulation: int,
-    signs: Sequence[int] = (1,),
+    signs: Sequence[float] = (1,),
     learning_rate: float = 0.0,
     max_norm: float | None = None,
     clips_always: bool = False,
@@ -88,6 +89,24 @@ def test_B032_one_norm_of_the_full_sum_of_micro_batches_that_cancel_in_loops(hos
 @covers("single", "accelerate")
 @covers("single", "plain")
 @on_both
+def test_B032_one_clip_of_the_full_sum_of_micro_batches_that_cancel_in_loops(host: str) -> None:
+    model, batches, signs = (
+        make_transformer().double(),
+        expected_batches("transformer", 0, num_micro_batches=4),
+        (1, -1),
+    )
+    for number, batch in enumerate(batches):
+        (loss_of(model, batch) * signs[number % 2] / 4).backward()
+    raw = {name: parameter.grad for name, parameter in model.named_parameters()}
+    clip = total_clip(0.5 * reference.total_norm(raw))
+    weights = _accumulate(host, [clip], batches, accumulation=4, signs=signs, learning_rate=1.0)
+    for old, new, gradient in zip(make_transformer().parameters(), weights, raw.values(), strict=True):
+        torch.testing.assert_close((old - new).double(), gradient / 2, rtol=1e-4, atol=1e-6)
+
+
+@covers("single", "accelerate")
+@covers("single", "plain")
+@on_both
 def test_B033_the_loss_does_not_depend_on_how_a_batch_is_cut(host: str) -> None:
     means = {}
     for accumulation in (1, 2, 4):
@@ -131,6 +150,22 @@ def test_B069_every_hook_of_ours_runs_once_an_optimizer_step_in_loops(host: str)
     assert [position.batch_index for position in recorder.positions] == [2, 5, 8]
     every = [loss_of(make_transformer(), batch).item() for batch in batches]
     assert recorder.losses == pytest.approx([sum(every[n : n + 3]) / 3 for n in (0, 3, 6)])
+
+
+@on_both
+def test_B069_clip_and_skip_act_once_an_optimizer_step_in_loops(host: str) -> None:
+    clips = [layer_clip(0.3), total_clip(0.5)]
+    recorder = Recorder(strict=True)
+    batches = [token_batch(step=number) for number in range(9)]
+    signs = [1.0] * 9
+    signs[4] = torch.nan
+    with our_warnings() as messages:
+        weights = _accumulate(host, [*clips, recorder], batches, accumulation=3, signs=signs, learning_rate=0.1)
+    assert ["; the step is skipped" in message for message in messages] == [True]
+    saved = [clip.state_dict()["extra"]["clips"]["0"] for clip in clips]
+    assert [(one["rates"]["num_steps"], one["skips"]["count"]) for one in saved] == [(3, 1)] * 2
+    assert recorder.afters[::2] == pytest.approx([0.5, 0.5], rel=TOLERANCE)
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights)
 
 
 @on_both

@@ -17,6 +17,7 @@ from stabilizer.callbacks import LossMeanVarCallback, attach
 from tests import reference
 from tests.accelerate_loops import make_accelerator, prepared, train
 from tests.event_files import read_run
+from tests.field_reports.clip_tools import total_clip
 from tests.field_reports.helpers import (
     LEARNING_RATE,
     TOLERANCE,
@@ -147,10 +148,13 @@ def _loss_window() -> LossMeanVarCallback:
     return LossMeanVarCallback(windows=[2, 3], every_n_steps=1, warmup_steps=0, strict=True)
 
 
-def fit_without_sync(rank: int, world_size: int, folder: str) -> tuple[list[str], dict[str, Any], dict[str, float]]:
+def fit_without_sync(
+    rank: int, world_size: int, folder: str, limit: float
+) -> tuple[list[str], dict[str, Any], dict[str, float]]:
     callback, losses = norm_logger(max_abs_every_n_steps=1), _loss_window()
     with our_warnings() as messages:
-        fit(WithoutSync(1), folder, strategy="fsdp2", devices=world_size, callbacks=[callback, losses])
+        callbacks = [callback, losses, total_clip(limit)]
+        fit(WithoutSync(1), folder, strategy="fsdp2", devices=world_size, callbacks=callbacks)
     return messages, remembered(callback), losses.statistics()
 
 
@@ -169,7 +173,8 @@ def test_B123_fsdp2_hides_gradients_until_the_last_micro_batch(tmp_path: Path) -
     batches = [mlp_batch(rank, step=0, micro_batch=number) for rank, number in pairs]
     gradients = reference_gradients(make_mlp(), batches)
     losses = [loss_of(make_mlp(), batch).item() for batch in batches]
-    for messages, result, _ in run_distributed(fit_without_sync, str(tmp_path)):
+    limit = 0.5 * reference.total_norm(gradients)
+    for messages, result, _ in run_distributed(fit_without_sync, str(tmp_path), limit):
         assert messages == []
         assert result["steps"] == [0, 1, 2]
         assert result["totals"][0] == pytest.approx(reference.total_norm(gradients), rel=TOLERANCE)
@@ -180,6 +185,10 @@ def test_B123_fsdp2_hides_gradients_until_the_last_micro_batch(tmp_path: Path) -
     # Both halves belong to one batch of Lightning's: parts of one loss, each divided by two.
     assert run.scalars["loss/mean_2"][0] == pytest.approx(sum(losses) / 4, rel=TOLERANCE)
     assert list(run.scalars["loss/mean_2"]) == [0, 1, 2]
+    # One clip a step, of the whole sum.
+    assert run.scalars["clip/total_coefficient"][0] == pytest.approx(0.5, rel=TOLERANCE)
+    assert run.scalars["grad_norm/total_after"][0] == pytest.approx(limit, rel=TOLERANCE)
+    assert list(run.scalars["clip/total_rate"]) == list(run.scalars["skip/count"]) == [0, 1, 2]
 
 
 def accumulate_under_fsdp2(

@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from stabilizer import ParameterIndex, StabilizerWarning, gradient_norms
+from stabilizer.callbacks import LayerClipCallback, attach
 from tests import reference
 from tests.event_files import read_run
-from tests.field_reports.helpers import TOLERANCE, Checkpointed, covers, fit, norm_logger
+from tests.field_reports.clip_tools import clip_now, total_clip
+from tests.field_reports.helpers import TOLERANCE, Checkpointed, covers, fit, norm_logger, our_warnings
 from tests.launcher import run_distributed
 from tests.lightning_variants import Plain
 from tests.models import loss_of, make_mlp, make_transformer, mlp_batch
+from tests.tiny_loops import no_log
 
 
 def _adapted(*trainable: str) -> nn.Module:
@@ -149,3 +152,54 @@ def test_B068_repeated_rows_of_a_sparse_gradient_count_with_their_sum() -> None:
     averaged = {name: p.grad for name, p in whole.named_parameters()}
     expected = [reference.total_norm(averaged, norm_type) for norm_type in (2, float("inf"))]
     assert run_distributed(sparse_under_ddp) == [pytest.approx(expected, rel=TOLERANCE)] * 2
+
+
+def _sparse_gradients() -> tuple[nn.Module, dict[str, Tensor]]:
+    model = _sparse_model()
+    model(torch.tensor([3, 3, 7])).square().sum().backward()
+    return model, {name: p.grad.clone().to_dense() for name, p in _named(model)}
+
+
+def _named(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_B068_clips_of_sparse_gradients() -> None:
+    model, raw = _sparse_gradients()
+    limit = 0.25 * reference.total_norm(raw)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"model": model, "optimizer": optimizer, "log": no_log}
+    given = [p.grad.clone() for p in model.parameters()]
+    with attach(None, callbacks=[total_clip(limit)], **options) as handle:
+        handle.measure()  # what is made at the first step is not meant
+        for parameter, gradient in zip(model.parameters(), given, strict=True):
+            parameter.grad = gradient
+        with _Largest() as largest:
+            handle.measure()
+    assert largest.num_elements < 1000, "the table was made dense"
+    assert model[0].weight.grad.is_sparse
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.to_dense(), 0.25 * raw[name])
+
+    model, raw = _sparse_gradients()
+    with our_warnings() as messages:
+        left = clip_now(model, LayerClipCallback(clip_value={".*": 1e-3}, strict=True))
+    torch.testing.assert_close(left.gradients["0.weight"].to_dense(), raw["0.weight"])
+    torch.testing.assert_close(left.gradients["1.weight"], raw["1.weight"].clamp(-1e-3, 1e-3))
+    [message] = [message for message in messages if "cuts single elements" not in message]
+    assert "0.weight" in message, "what could not be cut is named"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_B068_a_bad_sparse_gradient_is_named_and_its_step_skipped() -> None:
+    model, _ = _sparse_gradients()
+    model[0].weight.grad._values()[0, 0] = torch.nan
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"callbacks": [LayerClipCallback()], "log": no_log}
+    with our_warnings() as messages, attach(None, model=model, optimizer=optimizer, **options):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    [message] = messages
+    assert message.startswith("step 0: the gradient is not finite in 0.weight (1 NaN); ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from stabilizer import gradient_norms
+from stabilizer.callbacks import AdaptiveClipThreshold, LayerClipCallback
 from tests.event_files import read_run
+from tests.field_reports.clip_tools import total_clip
 from tests.field_reports.helpers import TOLERANCE, covers, fit, norm_logger, reference_run, remembered, train
 from tests.launcher import run_distributed
 from tests.lightning_models import BATCH_SIZE, expected_batches, make_module
@@ -21,6 +24,7 @@ from tests.lightning_variants import Plain
 from tests.models import loss_of, make_mlp, mlp_batch, reference_gradients
 from tests.reference import total_norm
 from tests.sharding import full, mesh_1d
+from tests.states import same
 
 
 class PickyLogger(TensorBoardLogger):
@@ -126,10 +130,13 @@ def test_B047_plain_ddp_norms_are_not_summed_over_ranks(tmp_path: Path) -> None:
 @covers("fsdp1")
 @covers("fsdp2")
 @covers("single")
-def test_B063_every_strategy_gives_one_series_and_one_model(tmp_path: Path) -> None:
-    expected = reference_run(num_steps=20, num_ranks=2)
+@pytest.mark.parametrize("limit", [math.inf, 1.5])
+def test_B063_every_strategy_gives_one_series_and_one_model(limit: float, tmp_path: Path) -> None:
+    expected = reference_run(num_steps=20, num_ranks=2, total_limit=limit)
+    clips = [total_clip(limit)] if limit < math.inf else []
+    assert bool(clips) == (min(expected.totals) < limit < max(expected.totals))
     for strategy in ("ddp", "fsdp1", "fsdp2"):
-        options = {"max_steps": 20, "module_options": {"length": 120}}
+        options = {"max_steps": 20, "module_options": {"length": 120}, "beside": clips}
         for result in run_distributed(train, str(tmp_path / strategy), strategy, **options):
             assert result["totals"] == pytest.approx(expected.totals, rel=1e-4), strategy
             for layer, series in expected.series().items():
@@ -137,11 +144,11 @@ def test_B063_every_strategy_gives_one_series_and_one_model(tmp_path: Path) -> N
             assert result["weights"].keys() == expected.weights.keys()
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(result["weights"][name].double(), weight, rtol=1e-4, atol=1e-5)
-    [single] = run_distributed(train, str(tmp_path / "single"), "single", max_steps=20, world_size=1)
-    assert single["totals"] == pytest.approx(reference_run(num_steps=20).totals, rel=1e-4)
+    [single] = run_distributed(train, str(tmp_path / "single"), "single", max_steps=20, beside=clips, world_size=1)
+    assert single["totals"] == pytest.approx(reference_run(num_steps=20, total_limit=limit).totals, rel=1e-4)
 
 
-def fit_clipped_by_lightning(rank: int, world_size: int, folder: str, clip: float) -> dict[str, Any]:
+def fit_clipped(rank: int, world_size: int, folder: str, clip: float, whose: str) -> dict[str, Any]:
     received: dict[str, Tensor] = {}
 
     class Look(pl.Callback):
@@ -151,17 +158,22 @@ def fit_clipped_by_lightning(rank: int, world_size: int, folder: str, clip: floa
             received.update({name: full(p.grad).clone() for name, p in named if name not in received})
 
     callback = norm_logger()
-    options = {"callbacks": [callback, Look()], "gradient_clip_val": clip, "max_steps": 1}
+    options: dict[str, Any] = {"callbacks": [callback, Look()], "max_steps": 1}
+    if whose == "lightning":
+        options["gradient_clip_val"] = clip
+    else:
+        options["callbacks"].append(total_clip(clip))
     fit(make_module("mlp"), folder, strategy="fsdp2", devices=world_size, **options)
     return {**remembered(callback), "received": received}
 
 
 @covers("fsdp2")
-def test_B102_the_logged_norm_is_the_one_that_the_clip_uses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["lightning", "ours"])
+def test_B102_the_logged_norm_is_the_one_that_the_clip_uses(whose: str, tmp_path: Path) -> None:
     gradients = reference_gradients(make_mlp(), expected_batches("mlp", 0, num_ranks=2))
     raw = torch.cat([gradient.flatten() for gradient in gradients.values() if gradient is not None])
     clip = 0.1 * raw.norm().item()
-    for result in run_distributed(fit_clipped_by_lightning, str(tmp_path), clip):
+    for result in run_distributed(fit_clipped, str(tmp_path), clip, whose):
         assert result["totals"] == pytest.approx([raw.norm().item()], rel=TOLERANCE)
         received = torch.cat([result["received"][f"model.{name}"].flatten() for name in gradients]).double()
         assert received.norm().item() == pytest.approx(clip, rel=1e-4)
@@ -170,20 +182,35 @@ def test_B102_the_logged_norm_is_the_one_that_the_clip_uses(tmp_path: Path) -> N
     assert after == pytest.approx({0: clip}, rel=1e-4)
 
 
+def _following_clips() -> list[Any]:
+    """Clips whose limits follow two steps of history, and so low that they clip."""
+    rule = {"name": "quantile", "q": 0.1, "warmup_steps": 2}
+    return [
+        LayerClipCallback(rule=rule, every_n_steps=1, strict=True),
+        AdaptiveClipThreshold(rule=rule, warmup_cap=None, strict=True),
+    ]
+
+
 def fit_in_two_parts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     whole, first, second = (norm_logger(granularity="parameter") for _ in range(3))
+    clips = [_following_clips() for _ in range(3)]
     common: dict[str, Any] = {"strategy": "fsdp2", "devices": world_size}
 
     def module() -> Any:
         # Three steps an epoch: Lightning starts an epoch's data over when it resumes in the middle of one.
         return make_module("mlp", length=3 * BATCH_SIZE * world_size)
 
-    fit(module(), folder, version="whole", callbacks=[whole], max_steps=6, **common)
-    trainer = fit(module(), folder, version="first", callbacks=[first], max_steps=3, **common)
+    fit(module(), folder, version="whole", callbacks=[whole, *clips[0]], max_steps=6, **common)
+    trainer = fit(module(), folder, version="first", callbacks=[first, *clips[1]], max_steps=3, **common)
     trainer.save_checkpoint(f"{folder}/step3.ckpt")
     options = {"max_steps": 6, "ckpt_path": f"{folder}/step3.ckpt", **common}
-    fit(module(), folder, version="second", callbacks=[second], **options)
-    return {"whole": remembered(whole), "resumed": remembered(second)}
+    fit(module(), folder, version="second", callbacks=[second, *clips[2]], **options)
+    states = [[clip.state_dict() for clip in both] for both in (clips[0], clips[2])]
+    return {
+        "whole": remembered(whole),
+        "resumed": remembered(second),
+        "are_same_clips": same(*states),
+    }
 
 
 @covers("fsdp2")
@@ -193,10 +220,17 @@ def test_B107_norms_are_the_same_on_all_ranks_before_and_after_a_resume(tmp_path
         assert result == results[0]
         assert result["whole"]["steps"] == [0, 1, 2, 3, 4, 5]
         assert result["resumed"] == result["whole"]
+        assert result["are_same_clips"], "limits differ after the resume"
     runs = {name: read_run(tmp_path / name).ours() for name in ("whole", "second")}
     assert runs["second"].keys() == runs["whole"].keys()
     for tag, points in runs["second"].items():
         assert points == {step: runs["whole"][tag][step] for step in (3, 4, 5)}, tag
+    limits, after = (read_run(tmp_path / name).scalars for name in ("whole", "second"))
+    clips = [tag for tag in after if tag.startswith("clip/")]
+    for tag in clips:
+        assert after[tag] == {step: value for step, value in limits[tag].items() if step >= 3}, tag
+    assert len(clips) == 3 + 1 + 3 * 2
+    assert min(min(after[tag].values()) for tag in clips if "coefficient" in tag) < 1, "nothing was clipped"
 
 
 # torch reads the annotations of a hook itself and refuses those that are strings.

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, attach
+from stabilizer.callbacks import (
+    AdaptiveClipThreshold,
+    GradNormCallback,
+    LayerClipCallback,
+    LossMeanVarCallback,
+    attach,
+)
 from stabilizer.callbacks.state_files import load_states
 from stabilizer.errors import StabilizerWarning
 from tests.accelerate_loops import make_accelerator, prepared, train
@@ -36,7 +42,8 @@ def _is_plain(value: Any) -> bool:
 def _everything() -> list[Any]:
     first = norm_logger(heatmap_every_n_steps=2, max_abs_every_n_steps=2, granularity={"bias$": "biases"})
     second = norm_logger(name="largest", norm_type=float("inf"), layers=["model.first"], history=4)
-    return [first, second, LossMeanVarCallback(windows=(2, 5), every_n_steps=1, warmup_steps=0)]
+    losses = LossMeanVarCallback(windows=(2, 5), every_n_steps=1, warmup_steps=0)
+    return [first, second, losses, LayerClipCallback(), AdaptiveClipThreshold(rule="quantile")]
 
 
 def _short_epochs() -> Any:
@@ -49,7 +56,8 @@ def test_B005_a_checkpoint_holds_plain_types_only_and_resumes(tmp_path: Path) ->
     path = tmp_path / "step3.ckpt"
     fit(_short_epochs(), tmp_path, version="first", callbacks=_everything(), max_steps=3).save_checkpoint(path)
     states = torch.load(path, weights_only=True)["callbacks"]
-    assert sorted(states) == ["GradNormCallback", "GradNormCallback[largest]", "LossMeanVarCallback"]
+    names = ["GradNormCallback", "GradNormCallback[largest]", "LayerClipCallback", "LossMeanVarCallback"]
+    assert sorted(states) == ["AdaptiveClipThreshold", *names]
     assert _is_plain(states)
     assert states["GradNormCallback"]["extra"]["history"]["0"]["norms"].shape == (3, 4)
 
