@@ -170,8 +170,7 @@ class Actor:
         """What has become of the step, now that the optimizer has moved or not."""
         assert self._plan is not None
         overflowed = self.is_bad if self._is_scaled else torch.zeros_like(self.is_bad)
-        skip = torch.zeros_like(self.is_bad) if self._plan.skip is None else self._plan.skip
-        return StepOutcome(skipped=skip & ~overflowed, overflowed=overflowed)
+        return StepOutcome(skipped=self._skip_flag(self._plan) & ~overflowed, overflowed=overflowed)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Let go of a step, done or not.
@@ -201,7 +200,7 @@ class Actor:
         is_stopped = torch.stack(stops).any() if stops else none
         is_void = torch.ones_like(none) if has_failed else none
         if self._agrees:
-            own = torch.stack([is_void, self.is_bad, none if plan.skip is None else plan.skip, is_stopped])
+            own = torch.stack([is_void, self.is_bad, self._skip_flag(plan), is_stopped])
             is_void, self.is_bad, skip, is_stopped = (self._store.sum(own.to(torch.float32)) > 0).unbind()
             plan.skip = skip if self._may_skip else None
         if self._agrees or has_failed:
@@ -213,10 +212,14 @@ class Actor:
             plan.request_skip(self.is_bad)
         return is_stopped
 
+    def _skip_flag(self, plan: StepPlan) -> Tensor:
+        return torch.zeros_like(self.is_bad) if plan.skip is None else plan.skip
+
     def _read(self, plan: StepPlan, is_stopped: Tensor) -> list[bool]:
         """The one read of a step: whether it is skipped, whether its gradients are bad, whether it is the last."""
-        skip = torch.zeros_like(self.is_bad) if plan.skip is None else plan.skip
-        flags: list[bool] = torch.stack([skip, self.is_bad, is_stopped, *(stop.flag for stop in plan.stops)]).tolist()
+        flags: list[bool] = torch.stack(
+            [self._skip_flag(plan), self.is_bad, is_stopped, *(stop.flag for stop in plan.stops)]
+        ).tolist()
         return flags
 
     def _report(

@@ -171,7 +171,7 @@ class ClipCallback(StabilizerCallback):
             optimizer_index: Position of the optimizer.
 
         Returns:
-            By name; infinity where there is none yet; empty before the first step.
+            By name; infinity where there is none yet; empty before the first step and when the run is over.
         """
         clip = self._clips.get(optimizer_index)
         if clip is None:

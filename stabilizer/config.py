@@ -7,17 +7,17 @@ The file maps a feature to a switch or to its callback's arguments, as in `grad_
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabilizer.errors import warn
+from stabilizer.thresholds.arguments import closest
 
 if TYPE_CHECKING:
     import os
@@ -182,14 +182,14 @@ def _merged(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if "preset" in content:
         preset = content["preset"]
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise _BadFile(f"preset={_short(preset)}: expected one of {', '.join(PRESETS)}{_closest(preset, PRESETS)}")
+            raise _BadFile(f"preset={_short(preset)}: expected one of {', '.join(PRESETS)}{closest(preset, PRESETS)}")
         found = {feature: dict(arguments) for feature, arguments in PRESETS[preset].items()}
     for feature, value in content.items():
         if feature == "preset":
             continue
         if feature not in FEATURES:
             known = [*FEATURES, "preset"]
-            raise _BadFile(f"{feature}: unknown feature; known are {', '.join(known)}{_closest(feature, known)}")
+            raise _BadFile(f"{feature}: unknown feature; known are {', '.join(known)}{closest(feature, known)}")
         if value is not None and not isinstance(value, bool | dict):
             raise _BadFile(f"{feature}={_short(value)}: expected true, false or a mapping of arguments")
         arguments = {"enabled": True, **value} if isinstance(value, dict) else {"enabled": bool(value)}
@@ -226,7 +226,7 @@ def _make_one(feature: str, arguments: Mapping[str, Any]) -> StabilizerCallback:
             choices = ["enabled", *known]
             raise _BadFile(
                 f"{feature}.{argument}={_short(value)}: unknown argument; known are {', '.join(choices)}"
-                f"{_closest(argument, choices)}"
+                f"{closest(argument, choices)}"
             )
         values[argument] = _parsed(parser, f"{feature}.{argument}", value, hints[argument])
     try:
@@ -287,11 +287,6 @@ def _choices(hint: Any) -> list[str]:
 
 def _listed(choices: Sequence[str]) -> str:
     return ", ".join(choices[:-1]) + " or " + choices[-1] if choices[1:] else choices[0]
-
-
-def _closest(name: object, names: Collection[str]) -> str:
-    found = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
-    return f"; the closest is {found[0]}" if found else ""
 
 
 def _short(value: object) -> str:
