@@ -24,6 +24,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     launcher.shutdown()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell of workers that crashed and whose call was made again."""
+    for crash in launcher.crashes:
+        terminalreporter.section("A worker crashed, and its call was made again")
+        terminalreporter.write_line(crash)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     random.seed(0)

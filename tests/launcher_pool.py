@@ -68,6 +68,7 @@ class Worker:
     done: bool = False
     trusted: bool = True
     output_start: int = 0
+    stacks_start: int = 0
 
     @property
     def answered(self) -> bool:
@@ -140,7 +141,7 @@ class Pool:
         }
         for worker in self.active:
             worker.result, worker.failure, worker.released, worker.done = None, None, False, False
-            worker.output_start = _size(worker.output)
+            worker.output_start, worker.stacks_start = _size(worker.output), _size(worker.stacks)
             worker.send(("call", call))
 
     def collect_outcomes(self, *, deadline: float, grace: float) -> None:
@@ -273,7 +274,9 @@ class Pool:
         worker.done, worker.trusted = True, False
         summary = f"the process died with exit status {worker.process.returncode}"
         if worker.failure is None:
-            worker.failure = Failure(worker.rank, time.monotonic(), summary, "(a negative status is a signal)")
+            stack = _read_from(worker.stacks, worker.stacks_start)
+            details = "(a negative status is a signal)" + (f"\n{stack}" if stack else "")
+            worker.failure = Failure(worker.rank, time.monotonic(), summary, details)
 
 
 def _size(file: BinaryIO) -> int:

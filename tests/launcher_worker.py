@@ -33,6 +33,8 @@ def main() -> None:
     rank, parent, connection_fd, lifeline, stacks = (int(argument) for argument in sys.argv[1:6])
     _die_with(parent)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    # A crash in C++ shows where Python was.
+    faulthandler.enable(file=stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     torch.set_num_threads(1)
     # Calls share one rendezvous under prefixes: a new server each call would need a free port each call.

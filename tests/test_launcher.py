@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 import signal
 import subprocess
@@ -192,6 +193,29 @@ def test_a_killed_rank_is_named() -> None:
     with pytest.raises(WorkerError, match="failed on rank 1, 0: the process died with exit status -9"):
         run_distributed(_die)
     assert len(run_distributed(_pid)) == 2
+
+
+def _crash(rank: int, world_size: int, path: str, times: int) -> int:
+    if rank == 1:
+        with open(path, "a") as file:
+            file.write("x")
+        if os.path.getsize(path) <= times:
+            os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+    return rank
+
+
+@pytest.mark.usefixtures("new_pool")
+def test_a_crash_in_native_code_is_tried_once_more_and_told(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "crashes", [])
+    assert run_distributed(_crash, str(tmp_path / "once"), 1) == [0, 1]
+    assert len(launcher.crashes) == 1
+    assert "exit status -11" in launcher.crashes[0]
+    assert "in _crash" in launcher.crashes[0]  # where Python was
+    with pytest.raises(WorkerError, match="exit status -11"):
+        run_distributed(_crash, str(tmp_path / "twice"), 2)
 
 
 def _warn(rank: int, world_size: int) -> None:
