@@ -8,6 +8,7 @@ from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.grad_loc import GradLocCallback
 from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
 from stabilizer.callbacks.layer_clip import LayerClipCallback
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
@@ -15,6 +16,7 @@ from stabilizer.config import load_callbacks, recommended
 
 __all__ = [
     "AdaptiveClipThreshold",
+    "GradLocCallback",
     "GradNormCallback",
     "LayerClipCallback",
     "LossMeanVarCallback",

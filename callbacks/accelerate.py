@@ -21,6 +21,7 @@ from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.hosting import scale_still_in, stand_before, warn_of_two_clips
 from stabilizer.callbacks.loop import LoopHandle
+from stabilizer.callbacks.loop_replay import LossFunction
 from stabilizer.callbacks.prepared import inner_optimizer
 from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
 from stabilizer.callbacks.suite import Suite
@@ -41,6 +42,7 @@ class AccelerateHandle(LoopHandle):
         sink: Where values go.
         groups: See `ParameterIndex`.
         accelerator: The accelerator.
+        loss_fn: See `attach`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class AccelerateHandle(LoopHandle):
         sink: Any,
         groups: Mapping[str, Any] | None,
         accelerator: Any,
+        loss_fn: LossFunction | None = None,
     ) -> None:
         super().__init__(
             callbacks,
@@ -59,8 +62,12 @@ class AccelerateHandle(LoopHandle):
             optimizers=[inner_optimizer(wrapped) for wrapped in optimizers],
             sink=sink,
             groups=groups,
+            loss_fn=loss_fn,
         )
         self._accelerator = accelerator
+        # Accelerate divides every loss by the first and multiplies it by the scale of the second.
+        self._replayer.divisor = accelerator.gradient_accumulation_steps
+        self._replayer.scaler = accelerator.scaler
         self._suites.facts.precision = str(accelerator.mixed_precision)
         self._ran_at: dict[int, tuple[int, int]] = {}
         self._counter, self._num_calls = 0, 0
@@ -114,6 +121,7 @@ class AccelerateHandle(LoopHandle):
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
         result = original(loss, **kwargs)
+        self._replayer.divisor = self._accelerator.gradient_accumulation_steps
         # `accumulate` counts micro-batches; several backward passes within one are one micro-batch. A loop without it
         # has one a step, unless the accelerator divides its losses.
         counter = self._accelerator.step

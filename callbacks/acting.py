@@ -26,7 +26,7 @@ class Actor:
     """One suite's hands.
 
     What the host reads and what ranks exchange follow from attributes of the callbacks and from reduced numbers; both
-    are the same on every rank. Ranks that may act agree before they do, in one collective of four numbers: what one of
+    are the same on every rank. Ranks that may act agree before they do, in one collective of five numbers: what one of
     them could not decide, none of them does.
 
     Args:
@@ -44,9 +44,10 @@ class Actor:
         self._skips_nonfinite = any(callback.skips_nonfinite for callback in callbacks)
         self._clips_values = any(callback.clips_values for callback in callbacks)
         self._names_nonfinite = any(callback.names_nonfinite for callback in callbacks)
+        self._localizes = any(callback.localizes for callback in callbacks)
         self._measures_squares = any(callback.norm_type == 2 for callback in callbacks)
         self._intervals = {interval for callback in callbacks for interval in callback.after_every_n_steps}
-        is_active = self._acts or self._may_skip or self._may_stop or self._names_nonfinite
+        is_active = self._acts or self._may_skip or self._may_stop or self._names_nonfinite or self._localizes
         self._agrees = is_active and world_size() > 1
         self._model: nn.Module | None = model
         self._reports = NonfiniteReports()
@@ -56,6 +57,7 @@ class Actor:
         self._is_scaled = False
         self.is_bad = torch.zeros((), dtype=torch.bool)
         self._skips: bool | None = None  # None: the host does not know
+        self._read_flags: list[bool] | None = None
         self._num_clips = 0
         self._has_warned = False
 
@@ -79,46 +81,53 @@ class Actor:
         self._skips, self._num_clips = None, 0
         return self._plan
 
-    def act(
-        self,
-        contexts: Sequence[StepContext],
-        *,
-        optimizer: torch.optim.Optimizer,
-        losses: Sequence[MicroBatchLoss],
-        position: Position,
-        has_failed: bool,
-    ) -> None:
-        """Change the gradients as planned.
+    def decide(self, optimizer: torch.optim.Optimizer, *, has_failed: bool, may_search: bool = True) -> bool:
+        """Make one decision of what all ranks have proposed, and read of it what the host must know.
+
+        Args:
+            optimizer: Whose step it is.
+            has_failed: Whether this rank could not decide. Then no rank clips; what is not finite is skipped still.
+            may_search: Whether this rank can take part in a search; if one cannot, none does.
+
+        Returns:
+            Whether the step is to be searched first, on every rank alike.
+        """
+        plan = self._plan
+        assert plan is not None
+        is_stopped, searches = self._agree(plan, has_failed=has_failed, may_search=may_search)
+        # The host waits where it must; on a CPU it never does.
+        waits = self._may_stop or self._localizes or (self._may_skip and not skips_on_device(optimizer))
+        self._read_flags = None
+        if self._store.device.type == "cpu" or waits:
+            self._warn_of_wait(optimizer)
+            self._read_flags = self._read(plan, is_stopped, searches)
+            self._skips = self._read_flags[0]
+        return self._read_flags is not None and self._read_flags[3]
+
+    def act(self, contexts: Sequence[StepContext], *, losses: Sequence[MicroBatchLoss], position: Position) -> None:
+        """Change the gradients as decided.
 
         Args:
             contexts: Of all callbacks; they get what the optimizer gets, where the host does not clip as well.
-            optimizer: Whose step it is.
             losses: Of this rank's micro-batches: a loss that is not finite tells where a bad gradient comes from.
             position: Where the host is in its data.
-            has_failed: Whether this rank could not decide. Then no rank clips; what is not finite is skipped still.
 
         Raises:
             TrainingStoppedError: If a callback wants the run to end; on every rank, before the update.
         """
         plan, step = self._plan, self._measurement.step
         assert plan is not None
-        is_stopped = self._agree(plan, has_failed=has_failed)
-        # The host waits where it must; on a CPU it never does.
-        waits = self._may_stop or (self._may_skip and not skips_on_device(optimizer))
-        knows = self._store.device.type == "cpu" or waits
-        if knows:
-            self._warn_of_wait(optimizer)
-            skips, is_bad, is_stopped_now, *flags = self._read(plan, is_stopped)
-            self._skips = skips
+        if self._read_flags is not None:
+            skips, is_bad, is_stopped, _, *flags = self._read_flags
             if is_bad and self._names_nonfinite and not self._is_scaled:
-                self._report(step, losses, position=position, skips=skips, is_stopped=is_stopped_now)
+                self._report(step, losses, position=position, skips=skips, is_stopped=is_stopped)
             stops = [stop.describe() for stop, flag in zip(plan.stops, flags, strict=True) if flag]
-            if is_stopped_now:
+            if is_stopped:
                 stops = stops or ["another rank has asked for it"]
                 raise TrainingStoppedError("; ".join([*stops, *self._reports.about(step)]))
         elif self._names_nonfinite and not self._is_scaled:
             self._reports.tell_late(contexts, outcome=self._outcome(skips=self._skips_nonfinite))
-        self._watch_backward(knows)
+        self._watch_backward(self._read_flags is not None)
         if not self._skips:
             self._store.apply_(plan, grad_scale=self._grad_scale)
         self._store.release()
@@ -189,36 +198,39 @@ class Actor:
         if self._watch is not None:
             self._watch.close()
 
-    def _agree(self, plan: StepPlan, *, has_failed: bool) -> Tensor:
+    def _agree(self, plan: StepPlan, *, has_failed: bool, may_search: bool) -> tuple[Tensor, Tensor]:
         """Make one decision of those of all ranks.
 
         Returns:
-            Whether a callback of any rank wants the run to end, shape (), bool.
+            Whether a callback of any rank wants the run to end, and whether one wants a search, shape (), bool.
         """
         none = torch.zeros_like(self.is_bad)
         stops = [stop.flag for stop in plan.stops]
         is_stopped = torch.stack(stops).any() if stops else none
+        searches = none if plan.search is None or not may_search else plan.search
         is_void = torch.ones_like(none) if has_failed else none
         if self._agrees:
-            own = torch.stack([is_void, self.is_bad, self._skip_flag(plan), is_stopped])
-            is_void, self.is_bad, skip, is_stopped = (self._store.sum(own.to(torch.float32)) > 0).unbind()
+            own = torch.stack([is_void, self.is_bad, self._skip_flag(plan), is_stopped, searches]).to(torch.float32)
+            # One rank that cannot take part outweighs all that want to.
+            own[4] -= 0.0 if may_search else world_size()
+            is_void, self.is_bad, skip, is_stopped, searches = (self._store.sum(own) > 0).unbind()
             plan.skip = skip if self._may_skip else None
         if self._agrees or has_failed:
             plan.cancel(is_void)
             plan.skip = None if plan.skip is None else plan.skip & ~is_void
-            is_stopped = is_stopped & ~is_void
+            is_stopped, searches = is_stopped & ~is_void, searches & ~is_void
         if self._skips_nonfinite:
             # Whoever could not decide: a NaN is a NaN. Under a scaler too, for ranks that see no infinity of their own.
             plan.request_skip(self.is_bad)
-        return is_stopped
+        return is_stopped, searches
 
     def _skip_flag(self, plan: StepPlan) -> Tensor:
         return torch.zeros_like(self.is_bad) if plan.skip is None else plan.skip
 
-    def _read(self, plan: StepPlan, is_stopped: Tensor) -> list[bool]:
-        """The one read of a step: whether it is skipped, whether its gradients are bad, whether it is the last."""
+    def _read(self, plan: StepPlan, is_stopped: Tensor, searches: Tensor) -> list[bool]:
+        """The one read of a step: whether it is skipped, bad, the last, searched; and who wants it to be the last."""
         flags: list[bool] = torch.stack(
-            [self._skip_flag(plan), self.is_bad, is_stopped, *(stop.flag for stop in plan.stops)]
+            [self._skip_flag(plan), self.is_bad, is_stopped, searches, *(stop.flag for stop in plan.stops)]
         ).tolist()
         return flags
 

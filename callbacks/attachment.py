@@ -12,6 +12,7 @@ from stabilizer.callbacks.accelerate_setting import accelerate_setting
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.hosting import is_disabled
 from stabilizer.callbacks.loop import LoopHandle
+from stabilizer.callbacks.loop_replay import LossFunction
 from stabilizer.callbacks.preflight import preflight
 from stabilizer.callbacks.prepared import prepared
 from stabilizer.callbacks.sinks import AccelerateSink, LoopSink
@@ -30,6 +31,7 @@ def attach(
     groups: Mapping[str, Any] | None = None,
     num_steps: int | None = None,
     schedulers: Sequence[Any] | None = None,
+    loss_fn: LossFunction | None = None,
 ) -> LoopHandle:
     """Attach callbacks to an Accelerate loop, or to a plain one.
 
@@ -47,6 +49,10 @@ def attach(
         groups: Process groups of parameters that live on some ranks only; see `ParameterIndex`.
         num_steps: Planned optimizer steps, which the table at the start compares the warm-up with.
         schedulers: Learning-rate schedulers for that table; default: those that the accelerator has prepared.
+        loss_fn: For `GradLocCallback`, which runs micro-batches again: a function of (model, batch) that returns the
+            loss of a micro-batch as the loop propagates it (before the accelerator divides it). The batch is what
+            `handle.record_batch(batch)` was told, else what the model was called with. Default: the loss in what the
+            model returns.
 
     Returns:
         A handle, to be used in a `with` statement; leaving it puts everything back as it was.
@@ -74,7 +80,9 @@ def attach(
         return LoopHandle.idle(callbacks)
     optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     if accelerator is None:
-        handle = LoopHandle(callbacks, model=model, optimizers=optimizers, sink=LoopSink(log), groups=groups)
+        handle = LoopHandle(
+            callbacks, model=model, optimizers=optimizers, sink=LoopSink(log), groups=groups, loss_fn=loss_fn
+        )
         try:
             for number in range(len(optimizers)):
                 handle.watch(number)
@@ -85,7 +93,13 @@ def attach(
         model, optimizers = prepared(accelerator, model, optimizers)
         sink = AccelerateSink(accelerator) if log is None else LoopSink(log)
         handle = AccelerateHandle(
-            callbacks, model=model, optimizers=optimizers, sink=sink, groups=groups, accelerator=accelerator
+            callbacks,
+            model=model,
+            optimizers=optimizers,
+            sink=sink,
+            groups=groups,
+            accelerator=accelerator,
+            loss_fn=loss_fn,
         )
     preflight(
         lambda: accelerate_setting(

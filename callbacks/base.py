@@ -8,21 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from stabilizer.callbacks._bases import HostCallback
+from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import warn
 from stabilizer.names import Granularity, layer_names, select_layers
 from stabilizer.tally import Weight
 from stabilizer.view import LayerView, NormType
 
-__all__ = ["Order", "StabilizerCallback", "check_choice", "check_interval", "check_optional_interval"]
+__all__ = ["Order", "StabilizerCallback"]
 
 
 class Order(enum.IntEnum):
     """When a callback runs within a step, whatever its place in the user's list."""
 
-    LOCALIZE = 10
     CLIP_LAYERS = 20
     CLIP_TOTAL = 30
+    # Reads what clips hold the norms against; the search itself comes before anything is done to the gradients.
+    LOCALIZE = 35
     SKIP = 40
     LOG = 50
 
@@ -62,6 +64,8 @@ class StabilizerCallback(HostCallback):
     max_abs_every_n_steps: int | None = None
     # What weighs the micro-batches in `context.loss`; without it a step's loss is not looked at.
     loss_weight: Weight | None = None
+    # Whether it is of no use without a loss; else it only takes the weights that come with one.
+    needs_loss: bool = True
     # At which steps `context.after` and `context.loss.extremes` are read. What is exchanged at a step follows from
     # these numbers, which are the same on every rank, and from nothing that could come out differently there.
     after_every_n_steps: Sequence[int] = ()
@@ -77,6 +81,8 @@ class StabilizerCallback(HostCallback):
     clips_values: bool = False
     # Whether it wants the parameters named whose gradient is not finite.
     names_nonfinite: bool = False
+    # Whether it may ask, by `context.plan.search`, for `localize` before anything is done to the gradients.
+    localizes: bool = False
 
     def __init__(
         self,
@@ -107,11 +113,33 @@ class StabilizerCallback(HostCallback):
     def on_gradients(self, context: StepContext) -> None:
         """Called when a step's gradients are complete and measured, before anybody changes them."""
 
+    def localize(self, context: StepContext, steps: Any) -> bool:
+        """Called, where `localizes` is set, on every rank together after a rank has asked for it; may be a collective.
+
+        Args:
+            context: Of the step.
+            steps: What there is to run again, a `stabilizer.callbacks.replays.StepReplay`.
+
+        Returns:
+            Whether the gradients are other ones now, the same on every rank; they are measured anew then.
+        """
+        return False
+
     def on_step_end(self, context: StepContext) -> None:
         """Called after the optimizer step with the same context."""
 
     def on_run_end(self, context: StepContext) -> None:
         """Called when training ends, with the context of the last step."""
+
+    def check_model(self, model: Any) -> None:
+        """Refuse a model that this callback cannot work with as it was told to; called before the first step.
+
+        Args:
+            model: As it will train.
+
+        Raises:
+            ValueError: Says what there is.
+        """
 
     def limitations(self, setting: Any) -> list[str]:
         """What this callback promises and cannot do in a run, with the reasons; shown when training starts.
@@ -237,58 +265,3 @@ class StabilizerCallback(HostCallback):
         # every callback (`log`, `log_dict`). A copy gets its own when it runs.
         state = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
         return {**state, "driver": None, "_views": {}}
-
-
-def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Check a word.
-
-    Args:
-        name: Of the argument.
-        value: What the user gave.
-        allowed: What it may be.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
-
-
-def check_interval(name: str, value: object, *, minimum: int = 1) -> int:
-    """Check an interval in steps.
-
-    Args:
-        name: Of the argument.
-        value: What the user gave.
-        minimum: 0 for a number of steps that may be none.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: If it is not a whole number of at least the minimum.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}={value!r}: expected a whole number of steps, at least {minimum}")
-    return value
-
-
-def check_optional_interval(name: str, value: object) -> int | None:
-    """Check an interval in steps that may be off.
-
-    Args:
-        name: Of the argument.
-        value: What the user gave; `None` is off.
-
-    Returns:
-        The value.
-
-    Raises:
-        ValueError: If it is neither `None` nor a whole number of at least 1.
-    """
-    if value is None:
-        return None
-    try:
-        return check_interval(name, value)
-    except ValueError as error:
-        raise ValueError(f"{error}; None turns it off") from None

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from stabilizer import tags
-from stabilizer.callbacks.base import StabilizerCallback, check_choice, check_interval
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.checks import check_choice, check_interval
 from stabilizer.callbacks.clip_advice import ClipAdvice, describe_skips, describe_spikes
 from stabilizer.callbacks.clip_memory import ClipMemory, Spikes
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.trigger import Limits
 from stabilizer.errors import TrainingStoppedError
 from stabilizer.names import Granularity, matching
 from stabilizer.thresholds import Fixed, LayerThresholds, RuleSpec, make_rule
@@ -179,6 +181,21 @@ class ClipCallback(StabilizerCallback):
         unknown = clip.thresholds.typical
         limits = clip.thresholds.thresholds(unknown, step=self.next_step(optimizer_index))
         return dict(zip(clip.names, limits.tolist(), strict=True))
+
+    def limits(self, optimizer_index: int) -> Limits | None:
+        """What this step's norms are held against, after `on_gradients`; waits for nothing.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+
+        Returns:
+            By the names of `names_of`, without caps of a warm-up; `None` if this callback has not looked at the step.
+        """
+        spikes, clip = self._spikes.get(optimizer_index), self._clips.get(optimizer_index)
+        if spikes is None or clip is None:
+            return None
+        thresholds = torch.where(clip.thresholds.is_warm, spikes.limits, torch.inf)
+        return Limits(type(self).__name__, thresholds, lambda: clip.thresholds.typical)
 
     def num_skipped(self, optimizer_index: int = 0) -> int:
         """How many steps were skipped, also when the run is over; waits for the device.

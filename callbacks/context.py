@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -197,6 +198,34 @@ class StepContext:
             figure.set_canvas(None)
 
         self.later(values, draw)
+
+    @property
+    def is_logging(self) -> bool:
+        """Whether this process writes to the loggers."""
+        return self._late.sink.is_logging
+
+    def log_dir(self) -> Path:
+        """The folder of the loggers; the current one where they have none."""
+        found = self._late.sink.folder()
+        return Path(".") if found is None else Path(found)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text at once, on the process that logs.
+
+        Args:
+            name: Tag; the prefix of the callback and the optimizer is added.
+            text: Markdown.
+        """
+        self._late.sink.text(self._prefix + name, text, self.step)
+
+    def write_picture(self, name: str, figure: Any) -> None:
+        """Write a picture at once, on the process that logs.
+
+        Args:
+            name: Tag; the prefix of the callback and the optimizer is added.
+            figure: Of matplotlib.
+        """
+        self._late.sink.picture(self._prefix + name, figure, self.step)
 
     def later(self, values: Tensor, function: Callable[[int, Tensor], None]) -> None:
         """Call a function with values when they have reached the host, on the rank that logs.

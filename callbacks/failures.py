@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.errors import logger
+from stabilizer.late import LateLog
 from stabilizer.reduction import rank
 
 __all__ = ["Failures"]
@@ -26,9 +27,14 @@ class Failures:
         self._unsettled: set[int] = set()
 
     @property
+    def may_search(self) -> bool:
+        """Whether no callback that localises is off on this rank and perhaps not on the others."""
+        return not any(self._callbacks[number].localizes for number in self._unsettled)
+
+    @property
     def is_undecided(self) -> bool:
         """Whether a callback that acts is off on this rank and perhaps not on the others: then nobody shall act."""
-        return bool(self._unsettled)
+        return any(self._callbacks[number].acts for number in self._unsettled)
 
     def settle(self) -> None:
         """All ranks know who is off."""
@@ -53,7 +59,7 @@ class Failures:
             self.report(f"{type(callback).__name__}.{what}", error, step=step)
         callback.has_failed = True
         self._agreement.fail(number)
-        if callback.acts:
+        if callback.acts or callback.localizes:
             self._unsettled.add(number)
 
     def of_measuring(self, error: Exception, *, step: int) -> None:
@@ -72,6 +78,26 @@ class Failures:
             self._has_reported = True
             self.report("measuring gradients", error, step=step)
         self._agreement.measuring_failed()
+
+    def write(self, late: LateLog, *, step: int, before: int | None = None, wait: bool = False) -> None:
+        """Write what has reached the host; a logger that fails is told of once, and gets nothing more.
+
+        Args:
+            late: Has it.
+            step: The optimizer step.
+            before: Only rows of earlier steps.
+            wait: Whether to wait for what is on its way.
+        """
+        try:
+            late.drain(before=before, wait=wait)
+        except Exception as error:
+            if any(callback.strict for callback in self._callbacks):
+                raise
+            self.report("writing to the loggers", error, step=step)
+            late.stop()
+        failures, late.failures = late.failures, []
+        for number, failure in failures:
+            self.of_callback(number, "later", failure, step=step)
 
     @staticmethod
     def report(what: str, error: Exception, *, step: int) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from stabilizer import tags
-from stabilizer.callbacks.base import StabilizerCallback, check_interval, check_optional_interval
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.checks import check_interval, check_optional_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.pictures import can_draw, norm_heatmap
 from stabilizer.errors import warn

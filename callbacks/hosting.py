@@ -81,6 +81,7 @@ def check_selections(callbacks: Sequence[StabilizerCallback], model: nn.Module) 
     names = tuple(name for _, name in named_parameters(model))
     for callback in callbacks:
         callback.choose(names)
+        callback.check_model(model)
     return names
 
 

@@ -25,6 +25,7 @@ from stabilizer.callbacks.hosting import (
     stand_before,
     warn_of_two_clips,
 )
+from stabilizer.callbacks.lightning_replay import LightningReplayer
 from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
 from stabilizer.callbacks.preflight import preflight
 from stabilizer.callbacks.sinks import LightningSink
@@ -84,6 +85,11 @@ class LightningDriver:
         limit, module = self._trainer.gradient_clip_val, self._trainer.lightning_module
         if limit and module.automatic_optimization:
             self._has_warned_of_clips = warn_of_two_clips(self.callbacks, f"Trainer(gradient_clip_val={limit})")
+        if self._suites.replays.is_on:
+            self._suites.replays.replayer = LightningReplayer(self._trainer)
+            self._suites.replays.drops_unused = True  # training_step returned None
+            self._undo.append(stand_before(self._trainer.strategy, "training_step", self._training_step))
+            self._undo.append(self._suites.replays.follow_broadcasts(self._trainer.strategy.model))
         plugin = self._trainer.precision_plugin
         self._suites.facts.precision = str(plugin.precision)
         self._undo.append(stand_before(plugin, "clip_gradients", self._clip))
@@ -153,6 +159,7 @@ class LightningDriver:
                 raise
             logger.exception("closing a step after an exception failed as well")
         self._suites.close(after_exception=after_exception)
+        self._suites.replays.stop()
 
     def _is_done(self, number: int, suite: Suite) -> bool:
         """Whether a step is open whose optimizer has moved since it was measured."""
@@ -198,6 +205,13 @@ class LightningDriver:
         module = trainer.lightning_module
         model = module if trainer.strategy.model is None else trainer.strategy.model
         return self._suites.get(number, model=model, optimizer=optimizer, groups=_groups_of(trainer))
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands before the strategy's `training_step`: the latest moment before a micro-batch draws random numbers."""
+        replays = self._suites.replays
+        if not self.is_closed and not replays.is_running:
+            replays.begin(args, kwargs, device=self._trainer.strategy.root_device)
+        return original(*args, **kwargs)
 
     def _after_closure(self, original: Callable[..., None], model: Any, optimizer: Any) -> None:
         """Stands where Lightning has run all hooks and clipped; torch's own step goes on from here."""

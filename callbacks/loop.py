@@ -20,6 +20,8 @@ from stabilizer.callbacks.hosting import (
     scale_still_in,
     stand_before,
 )
+from stabilizer.callbacks.loop_replay import LoopReplayer, LossFunction
+from stabilizer.callbacks.loop_states import LoopStates
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
@@ -29,7 +31,7 @@ from stabilizer.late import Sink
 __all__ = ["LoopHandle"]
 
 
-class LoopHandle:
+class LoopHandle(LoopStates):
     """Callbacks at work in a loop; what `attach` returns. Leaving its `with` block puts everything back.
 
     Args:
@@ -38,6 +40,7 @@ class LoopHandle:
         optimizers: Those of torch whose gradients are measured.
         sink: Where values go.
         groups: See `ParameterIndex`.
+        loss_fn: See `attach`.
 
     Attributes:
         callbacks: As given.
@@ -58,6 +61,7 @@ class LoopHandle:
         optimizers: Sequence[torch.optim.Optimizer],
         sink: Sink,
         groups: Mapping[str, Any] | None = None,
+        loss_fn: LossFunction | None = None,
     ) -> None:
         self.callbacks = list(callbacks)
         check_callbacks(self.callbacks)
@@ -65,6 +69,8 @@ class LoopHandle:
         self.is_closed = False
         self._model, self._optimizers, self._groups = model, list(optimizers), groups
         self._suites = Suites(self.callbacks, sink=sink)
+        self._replayer = LoopReplayer(model, loss_fn=loss_fn)
+        self._suites.replays.replayer = self._replayer
         self._undo: list[Callable[[], None]] = []
         self._num_backwards, self._batch_index = 0, -1
         self._stepping: set[int] = set()
@@ -77,6 +83,7 @@ class LoopHandle:
         if getattr(model, "_compiled_call_impl", None) is None:
             self._forward_hook = model.register_forward_pre_hook(ForwardHook(self), with_kwargs=True)
             self._undo.append(self._forward_hook.remove)
+            self._undo.append(self._suites.replays.follow_broadcasts(model))
 
     @classmethod
     def idle(cls, callbacks: Sequence[StabilizerCallback]) -> LoopHandle:
@@ -134,6 +141,8 @@ class LoopHandle:
             scaler: The loop's `GradScaler`, if it has one: its scale is taken out of the norms, and its overflows are
                 its own.
         """
+        if not self.is_closed:
+            self._replayer.scaler = scaler
         for number in range(0 if self.is_closed else len(self._optimizers)):
             if self._suites.abandon(number):
                 self._suites.tally.put_back(number)
@@ -155,29 +164,14 @@ class LoopHandle:
             self._batch_index += 1
             self._suites.tally.tell(loss, weight=weight)
 
-    def state_dict(self) -> dict[str, Any]:
-        """States of all callbacks by their `state_key`, for a checkpoint: plain types and CPU tensors."""
-        return {callback.state_key: callback.state_dict() for callback in self.callbacks}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take back states; on every rank, and at any time between two steps.
+    def record_batch(self, batch: Any) -> None:
+        """Tell the micro-batch that comes next, for `loss_fn`; before the model is called with a part of it.
 
         Args:
-            state_dict: What `state_dict` gave. A callback without an entry starts anew, with a warning.
-
-        Raises:
-            ValueError: If an entry is not of its callback.
+            batch: On its device, as `loss_fn` wants it.
         """
-        missing = [callback.state_key for callback in self.callbacks if callback.state_key not in state_dict]
-        if missing:
-            warn(f"no state of {', '.join(missing)}, which start anew; there is {sorted(state_dict)}")
-        if not self.is_closed:
-            self._suites.close(is_end=False)
-            self._suites.tally.discard()
-            self._num_backwards = 0
-        for callback in self.callbacks:
-            if callback.state_key in state_dict:
-                callback.load_state_dict(state_dict[callback.state_key])
+        if not self.is_closed and self._suites.replays.is_on:
+            self._replayer.tell(batch)
 
     def close(self, *, after_exception: bool = False) -> None:
         """Write everything that is on its way, and put back what was changed; does nothing the second time.
@@ -195,7 +189,8 @@ class LoopHandle:
         for number, _ in list(self._suites):  # a loop that broke off before its optimizer moved
             self._suites.abandon(number)
         self._suites.close(after_exception=after_exception)
-        del self._model, self._optimizers, self._groups
+        self._suites.replays.stop()
+        del self._model, self._optimizers, self._groups, self._replayer
 
     def settle(self) -> None:
         """Close steps whose optimizer has moved: none is left open here."""
@@ -252,12 +247,14 @@ class LoopHandle:
         if not self.is_closed:
             self._suites.abandon(number)
             self._suites.tally.clear()
+            self._suites.replays.discard()
             self._num_backwards = 0
         return original(*args, **kwargs)
 
     def _warn_of_closure(self) -> None:
         if not self._has_warned_of_closure:
             self._has_warned_of_closure = True
+            self._suites.replays.stop()
             warn(CLOSURE)
 
     def _suite(self, number: int) -> Suite:
@@ -272,13 +269,20 @@ class LoopHandle:
             args: Positional arguments of its forward.
             kwargs: Its other arguments.
         """
-        if self.is_closed or not module.training or not torch.is_grad_enabled():
+        replays = self._suites.replays
+        if self.is_closed or not torch.is_grad_enabled() or replays.is_running:
+            return
+        if replays.is_on:
+            arguments = self._replayer.arguments(args, kwargs)
+            if arguments is not None:
+                replays.begin(*arguments)
+        if not module.training:
             return
         batch = kwargs if kwargs and ("labels" in kwargs or not args) else args
         self._suites.facts.see_batch(batch)
         if self._suites.tally.weights:
             self._suites.tally.begin(batch)
-        else:
+        elif not replays.is_on:
             self._forward_hook.remove()  # the first batch has told all that is asked for
 
     def __enter__(self) -> LoopHandle:

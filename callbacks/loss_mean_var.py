@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stabilizer import tags
-from stabilizer.callbacks.base import StabilizerCallback, check_interval
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.loss_alarm import NonfiniteLosses
 from stabilizer.losses import StepLoss, means

@@ -57,8 +57,8 @@ class LossMeter:
         if not self._callbacks:
             return None
         self._num_missing = 0 if pieces else self._num_missing + 1
-        if self._num_missing == _STEPS:
-            names = sorted({type(callback).__name__ for callback in self._callbacks})
+        names = sorted({type(callback).__name__ for callback in self._callbacks if callback.needs_loss})
+        if self._num_missing == _STEPS and names:
             warn(
                 f"{', '.join(names)}: no loss was seen in {_STEPS} steps. Call handle.record_loss(loss) in a loop that "
                 "propagates its loss without accelerator.backward(), or return it from training_step"

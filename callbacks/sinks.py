@@ -95,6 +95,11 @@ class LightningSink:
         """Write text where a logger takes it."""
         add_text(self._experiments(), tag, text, step)
 
+    def folder(self) -> str | None:
+        """Of the first logger that has one, else of the Trainer."""
+        folders = (getattr(writer, "log_dir", None) or getattr(writer, "save_dir", None) for writer in self._loggers())
+        return next((str(folder) for folder in folders if folder), str(self._trainer.default_root_dir))
+
     def show(self, values: dict[str, float]) -> None:
         """Show numbers on the progress bar."""
         for tag, value in values.items():
@@ -105,7 +110,10 @@ class LightningSink:
         add_charts(self._experiments(), charts)
 
     def _experiments(self) -> list[Any]:
-        return [getattr(writer, "experiment", None) for writer in self._trainer.loggers]
+        return [getattr(writer, "experiment", None) for writer in self._loggers()]
+
+    def _loggers(self) -> list[Any]:
+        return list(self._trainer.loggers)
 
 
 class AccelerateSink:
@@ -152,6 +160,15 @@ class AccelerateSink:
     def text(self, tag: str, text: str, step: int) -> None:
         """Write text where a tracker takes it."""
         add_text(self._writers(), tag, text, step)
+
+    def folder(self) -> str | None:
+        """Of the first tracker that has one, else of the project."""
+        folders = (
+            getattr(tracker, "logging_dir", None) or getattr(writer, "log_dir", None)
+            for tracker, writer in zip(self._accelerator.trackers, self._writers(), strict=True)
+        )
+        found = next((folder for folder in folders if folder), None) or self._accelerator.project_dir
+        return None if found is None else str(found)
 
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""
@@ -228,6 +245,11 @@ class LoopSink:
     def text(self, tag: str, text: str, step: int) -> None:
         """Write text where the writer takes it."""
         add_text([self._log], tag, text, step)
+
+    def folder(self) -> str | None:
+        """Of the writer, if it has one."""
+        found = getattr(self._log, "log_dir", None)
+        return None if found is None else str(found)
 
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""

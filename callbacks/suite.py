@@ -13,18 +13,20 @@ from stabilizer.callbacks.acting import Actor
 from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position, StepContext
+from stabilizer.callbacks.contexts import make_context
 from stabilizer.callbacks.failures import Failures
 from stabilizer.callbacks.hosting import JOINED, is_joined
 from stabilizer.callbacks.loss_meter import LossMeter
+from stabilizer.callbacks.replays import Replays
 from stabilizer.callbacks.run_facts import RunFacts
+from stabilizer.callbacks.searches import Searches
 from stabilizer.callbacks.store_keeper import StoreKeeper
 from stabilizer.errors import TrainingStoppedError, warn
 from stabilizer.late import LateLog, Sink, answers_soon
-from stabilizer.plan import LayerPlan, StepPlan
+from stabilizer.plan import StepPlan
 from stabilizer.reduction import world_size
-from stabilizer.tags import prefix
+from stabilizer.store import GradientStore
 from stabilizer.tally import MicroBatchLoss
-from stabilizer.view import LayerView
 
 __all__ = ["Suite"]
 
@@ -44,6 +46,7 @@ class Suite:
         groups: See `ParameterIndex`.
         known_names: Names of parameters that `layers=` may mean though they do not train at this optimizer's steps.
         facts: Of the run; one for all of its suites.
+        replays: The micro-batches of the step at hand; one for all of its suites.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Suite:
         groups: Mapping[str, Any] | None = None,
         known_names: Sequence[str] = (),
         facts: RunFacts | None = None,
+        replays: Replays | None = None,
     ) -> None:
         self.callbacks = sorted(callbacks, key=lambda callback: (callback.order, callback.state_key))
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
@@ -77,9 +81,9 @@ class Suite:
         )
         self._contexts: list[StepContext] = []
         self._actor = Actor(self.callbacks, model)
+        self._searches = Searches(self.callbacks, replays, model=model, number=optimizer_index)
         self._position = Position()
-        self._has_warned_of_join = False
-        self.is_open = False
+        self.is_open = self._is_told = False
 
     def run(
         self,
@@ -100,13 +104,10 @@ class Suite:
         Raises:
             TrainingStoppedError: If a callback was told to end the run in such a case; on every rank.
         """
-        if is_joined(self._model, self.optimizer):
-            if not self._has_warned_of_join:
-                self._has_warned_of_join = True
-                warn(JOINED)
+        if self._is_joined():
             return
         store = self._keeper.current(self.optimizer, step=self.step)
-        self._write(before=self.step)
+        self._failures.write(self.late, before=self.step, step=self.step)
         self.is_open, self._contexts = True, []
         self._position = Position() if position is None else position
         self._meter.check_window(self.step, self._position)
@@ -129,16 +130,39 @@ class Suite:
         if store.failure is not None:
             self._failures.of_measuring(store.failure, step=self.step)
             # Without anything to propose, but in whatever the other ranks exchange.
-            self._act(losses, has_failed=True)
+            self._decide(has_failed=True)
+            self._act(losses)
             return
+        self._searches.close_micro_batches(store)
         self._keeper.missing.see(measurement)
         for number, callback in enumerate(self.callbacks):
             if failure is not None and callback.loss_weight is not None:
                 self._failures.of_callback(number, "loss", failure, step=self.step)
         self._note_run()
-        self._contexts = [self._context(number, plan, is_scaled) for number in range(len(self.callbacks))]
-        self._each("on_gradients")
-        self._act(losses, has_failed=self._failures.is_undecided)
+        self._settle(store, plan, flags=flags, grad_scale=grad_scale, is_scaled=is_scaled)
+        self._act(losses)
+
+    def _settle(
+        self, store: GradientStore, plan: StepPlan, *, flags: Tensor, grad_scale: Tensor | None, is_scaled: bool
+    ) -> None:
+        """Let all callbacks propose, search the step if that was asked for, and decide."""
+        self._propose(plan, is_scaled=is_scaled)
+        if self._decide(has_failed=self._failures.is_undecided):
+            if self._searches.run(self._contexts, store, self._failures, grad_scale=grad_scale):
+                # Other gradients than those that were measured.
+                measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, keep=True)
+                plan = self._actor.begin(store, measurement, grad_scale=grad_scale, is_scaled=is_scaled)
+                self._propose(plan, is_scaled=is_scaled)
+            self._decide(has_failed=self._failures.is_undecided or store.failure is not None)
+
+    def _is_joined(self) -> bool:
+        if not is_joined(self._model, self.optimizer):
+            return False
+        if not self._is_told:
+            self._is_told = True
+            self._searches.stop()
+            warn(JOINED)
+        return True
 
     def before_step(self) -> None:
         """Keep the optimizer from its step if that was decided; the last thing before it moves."""
@@ -168,6 +192,7 @@ class Suite:
             self._each("on_step_end")
         finally:
             self._actor.end(self.optimizer)
+            self._searches.end_step()
             self.late.close_step(self.step)
             for callback in self.callbacks:
                 callback.advance(self._optimizer_index, self.step)
@@ -180,6 +205,7 @@ class Suite:
             self._actor.end(self.optimizer)
             self.late.forget()
             self._meter.drop()
+            self._searches.end_step(is_kept=False)
 
     def close(self, *, is_end: bool = True, after_exception: bool = False) -> None:
         """Write everything that is on its way, and let go of the model.
@@ -196,69 +222,65 @@ class Suite:
                 self.late.close_step(self._contexts[0].step)
             if self._keeper.store is not None and is_end and answers:
                 self._keeper.missing.conclude()
-            self._write(wait=answers)
+            self._failures.write(self.late, wait=answers, step=self.step)
         finally:
             self._actor.close()
+            self._searches.close()
             for callback in self.callbacks:
                 detach = (
                     callback.detach_view if answers else functools.partial(StabilizerCallback.detach_view, callback)
                 )
                 detach(self._optimizer_index)
 
-    def _context(self, number: int, plan: StepPlan, is_scaled: bool) -> StepContext:
-        callback, store = self.callbacks[number], self._keeper.store
-        assert store is not None
-        view: LayerView = store.view(callback.granularity, callback.norm_type)
-        return StepContext(
-            store=view,
-            plan=LayerPlan(
-                plan,
-                view,
-                may_act=callback.acts,
-                may_skip=callback.may_skip,
-                may_stop=callback.may_stop,
-            ),
-            selection=self._keeper.selections[number],
-            late=self.late,
-            tag_prefix=prefix(callback.name, self._optimizer_index),
-            optimizer_index=self._optimizer_index,
-            is_scaled=is_scaled,
-            is_bad=self._actor.is_bad,
-            position=self._position,
-            loss=self._meter.loss_for(callback),
-            run=self._facts,
-            owner=number,
-        )
-
     def _note_run(self) -> None:
         if self._facts is not None:
             accumulation = self._position.divisor or self._position.num_micro_batches
             self._facts.conclude(self._model, accumulation=accumulation, sink=self.late.sink, step=self.step)
 
-    def _act(self, losses: Sequence[MicroBatchLoss], *, has_failed: bool) -> None:
-        self._guarded(
-            "act",
-            lambda: self._actor.act(
-                self._contexts,
-                optimizer=self.optimizer,
-                losses=losses,
+    def _propose(self, plan: StepPlan, *, is_scaled: bool) -> None:
+        store = self._keeper.store
+        assert store is not None
+        self._contexts = [
+            make_context(
+                callback,
+                number,
+                store=store,
+                plan=plan,
+                selection=self._keeper.selections[number],
+                late=self.late,
+                optimizer_index=self._optimizer_index,
+                is_scaled=is_scaled,
+                is_bad=self._actor.is_bad,
                 position=self._position,
-                has_failed=has_failed,
-            ),
-        )
+                loss=self._meter.loss_for(callback),
+                run=self._facts,
+            )
+            for number, callback in enumerate(self.callbacks)
+        ]
+        self._each("on_gradients")
+
+    def _decide(self, *, has_failed: bool) -> bool:
+        """Whether the step is to be searched first."""
+        may_search = self._failures.may_search
+        decide = functools.partial(self._actor.decide, self.optimizer, has_failed=has_failed, may_search=may_search)
+        return bool(self._guarded("decide", decide))
+
+    def _act(self, losses: Sequence[MicroBatchLoss]) -> None:
+        self._guarded("act", lambda: self._actor.act(self._contexts, losses=losses, position=self._position))
         for context in self._contexts:
             context.is_bad = self._actor.is_bad
 
-    def _guarded(self, what: str, function: Callable[[], None]) -> None:
+    def _guarded(self, what: str, function: Callable[[], Any]) -> Any:
         """Do what was decided; a fault of ours there turns off whoever acts."""
         try:
-            function()
+            return function()
         except TrainingStoppedError:
             raise
         except Exception as error:
             for number, callback in enumerate(self.callbacks):
-                if callback.acts:
+                if callback.acts or callback.localizes:
                     self._failures.of_callback(number, what, error, step=self.step)
+            return None
 
     def _each(self, method: str) -> None:
         """Call a method of every callback that is on; none of them may end the run, unless it is strict."""
@@ -274,15 +296,3 @@ class Suite:
                 raise
             except Exception as error:
                 self._failures.of_callback(number, method, error, step=self.step)
-
-    def _write(self, *, before: int | None = None, wait: bool = False) -> None:
-        try:
-            self.late.drain(before=before, wait=wait)
-        except Exception as error:
-            if any(callback.strict for callback in self.callbacks):
-                raise
-            self._failures.report("writing to the loggers", error, step=self.step)
-            self.late.stop()
-        failures, self.late.failures = self.late.failures, []
-        for number, failure in failures:
-            self._failures.of_callback(number, "later", failure, step=self.step)

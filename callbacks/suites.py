@@ -10,6 +10,7 @@ from torch import nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.loss_meter import weights_of
+from stabilizer.callbacks.replays import Replays
 from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import logger
@@ -30,6 +31,7 @@ class Suites:
         tally: Takes the losses of this rank.
         known_names: Names of parameters that `layers=` may mean whatever an optimizer trains.
         facts: What is known of the run.
+        replays: The micro-batches of the step at hand.
     """
 
     def __init__(self, callbacks: Sequence[StabilizerCallback], *, sink: Sink) -> None:
@@ -40,6 +42,7 @@ class Suites:
         )
         self.known_names: tuple[str, ...] = ()
         self.facts = RunFacts(callbacks)
+        self.replays = Replays(callbacks)
         self._suites: dict[int, Suite] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Suite]]:
@@ -72,6 +75,7 @@ class Suites:
                 groups=groups,
                 known_names=self.known_names,
                 facts=self.facts,
+                replays=self.replays,
             )
         self._suites[number].optimizer = optimizer
         return self._suites[number]

@@ -107,6 +107,10 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
+    def get_output_embeddings(self) -> nn.Module:
+        """What makes logits of hidden states; of this name in transformers' models too."""
+        return self.head
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Predict the next token at every position.
 

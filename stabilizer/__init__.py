@@ -6,6 +6,7 @@
 from stabilizer import thresholds
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError
 from stabilizer.functional import gradient_norms
+from stabilizer.gate import token_gate
 from stabilizer.parameters import ParameterIndex
 from stabilizer.store import GradientStore
 
@@ -19,4 +20,5 @@ __all__ = [
     "__version__",
     "gradient_norms",
     "thresholds",
+    "token_gate",
 ]

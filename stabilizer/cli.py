@@ -20,6 +20,7 @@ from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser  # type: 
 from stabilizer import __version__
 from stabilizer.calibration.command import calibrate
 from stabilizer.calibration.mistakes import CalibrationError
+from stabilizer.localize.replay_command import ReplayError, replay
 
 if TYPE_CHECKING:
     from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback
@@ -204,7 +205,7 @@ def _demo_parser() -> ArgumentParser:
 
 
 def _calibrate_parser() -> ArgumentParser:
-    parser = _Parser(description=(calibrate.__doc__ or "").partition("Args:")[0].strip())
+    parser = _Parser(description=_introduction(calibrate))
     parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of these options")
     parser.add_function_arguments(calibrate, skip={"layers"}, as_positional=True, fail_untyped=False)
     parser.add_argument(
@@ -217,14 +218,25 @@ def _calibrate_parser() -> ArgumentParser:
     return parser
 
 
+def _replay_parser() -> ArgumentParser:
+    parser = _Parser(description=_introduction(replay))
+    parser.add_function_arguments(replay, as_positional=True, fail_untyped=False)
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[..., None], Callable[[], ArgumentParser]]] = {
     "demo": (demo, _demo_parser),
     "calibrate": (calibrate, _calibrate_parser),
+    "replay": (replay, _replay_parser),
 }
 
 
 def _summary(function: Callable[..., None]) -> str:
     return (function.__doc__ or "").partition("\n")[0]
+
+
+def _introduction(function: Callable[..., None]) -> str:
+    return (function.__doc__ or "").partition("Args:")[0].strip()
 
 
 def _parse(args: Sequence[str]) -> tuple[Callable[..., None], dict[str, Any]]:
@@ -260,7 +272,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         function, arguments = _parse((sys.argv[1:] if args is None else args) or ["--help"])
         function(**arguments)
-    except (UsageError, CalibrationError) as error:
+    except (UsageError, CalibrationError, ReplayError) as error:
         sys.stderr.write(f"stabilizer: error: {error}\n")
         return 2
     except KeyboardInterrupt:

@@ -32,11 +32,12 @@ FEATURES: Mapping[str, str] = {
     "loss_mean_var": "stabilizer.callbacks.loss_mean_var.LossMeanVarCallback",
     "layer_clip": "stabilizer.callbacks.layer_clip.LayerClipCallback",
     "adaptive_clip": "stabilizer.callbacks.adaptive_clip.AdaptiveClipThreshold",
+    "grad_loc": "stabilizer.callbacks.grad_loc.GradLocCallback",
 }
 
 #: Name -> feature -> arguments. "safe" is what `recommended` gives.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "safe": {"grad_norm": {}, "loss_mean_var": {}, "adaptive_clip": {}},
+    "safe": {"grad_norm": {}, "loss_mean_var": {}, "adaptive_clip": {}, "grad_loc": {}},
 }
 
 
@@ -86,7 +87,7 @@ def recommended(*, name: str = "") -> list[StabilizerCallback]:
 
     Example:
         >>> [type(callback).__name__ for callback in recommended()]
-        ['GradNormCallback', 'LossMeanVarCallback', 'AdaptiveClipThreshold']
+        ['GradNormCallback', 'LossMeanVarCallback', 'AdaptiveClipThreshold', 'GradLocCallback']
     """
     return _make({feature: {"name": name, **arguments} for feature, arguments in PRESETS["safe"].items()})
 
@@ -241,7 +242,7 @@ def _parsed(parser: Any, key_path: str, value: Any, hint: Any) -> Any:
     import jsonargparse
 
     argument = key_path.rpartition(".")[2]
-    if value is not None or type(None) in typing.get_args(hint):
+    if value is not None or hint is Any or type(None) in typing.get_args(hint):
         try:
             parsed = parser.parse_object({argument: _masked(value)}, defaults=False)
             instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["check_shards", "dtensor_class", "fsdp1_shard_sizes", "reshard"]
+__all__ = ["check_shards", "dtensor_class", "fsdp1_shard_sizes", "has_fsdp1", "has_fsdp2", "reshard"]
 
 
 def dtensor_class() -> type | None:
@@ -65,6 +65,18 @@ def _fsdp1_tensor_parallel(unit: Any) -> dict[Tensor, int]:
 def _fsdp2_class() -> type | None:
     module = sys.modules.get("torch.distributed.fsdp")
     return None if module is None else getattr(module, "FSDPModule", None)
+
+
+def has_fsdp1(model: nn.Module) -> bool:
+    """Whether any part of a model is wrapped by FSDP1."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and any(isinstance(part, module.FullyShardedDataParallel) for part in model.modules())
+
+
+def has_fsdp2(model: nn.Module) -> bool:
+    """Whether any part of a model is sharded by `fully_shard`."""
+    fsdp2 = _fsdp2_class()
+    return fsdp2 is not None and any(isinstance(part, fsdp2) for part in model.modules())
 
 
 def reshard(model: nn.Module) -> None:

@@ -29,6 +29,9 @@ class Sink(Protocol):
     def text(self, tag: str, text: str, step: int) -> None:
         """Write text under a step."""
 
+    def folder(self) -> str | None:
+        """Where the loggers keep their files; `None` where they have none."""
+
     def show(self, values: dict[str, float]) -> None:
         """Show numbers on the progress bar."""
 

@@ -42,6 +42,7 @@ class StepPlan:
     Attributes:
         squares: As given.
         skip: Whether the step is to be skipped, shape (), bool; `None` if nobody may ask for it.
+        search: Whether the step is to be searched before anything is done, shape (), bool; `None` if nobody may ask.
         stops: Wishes to end the run.
         limits: Largest absolute value of an element by unit, shape (units,); `None` if nobody clips by value.
         limited: Units that have such a limit, as the host knows them.
@@ -51,6 +52,7 @@ class StepPlan:
     def __init__(self, squares: Tensor) -> None:
         self.squares = squares
         self.skip: Tensor | None = None
+        self.search: Tensor | None = None
         self.stops: list[Stop] = []
         self.limits: Tensor | None = None
         self.limited: frozenset[int] = frozenset()
@@ -178,10 +180,17 @@ class LayerPlan:
     """
 
     def __init__(
-        self, plan: StepPlan, view: LayerView, *, may_act: bool = True, may_skip: bool = True, may_stop: bool = True
+        self,
+        plan: StepPlan,
+        view: LayerView,
+        *,
+        may_act: bool = True,
+        may_skip: bool = True,
+        may_stop: bool = True,
+        localizes: bool = True,
     ) -> None:
         self._plan, self._view = plan, view
-        self._rights = {"acts": may_act, "may_skip": may_skip, "may_stop": may_stop}
+        self._rights = {"acts": may_act, "may_skip": may_skip, "may_stop": may_stop, "localizes": localizes}
 
     def clip_layers(self, coefficients: Tensor) -> None:
         """Multiply layers' gradients.
@@ -235,6 +244,15 @@ class LayerPlan:
             describe: Gives the reason, when the flag is up.
         """
         self._plan.stops.append(Stop(self._checked("may_stop", flag) != 0, describe))
+
+    def search(self, flag: Tensor) -> None:
+        """Have `localize` called before anything is done to the gradients. The host waits for the flag.
+
+        Args:
+            flag: Whether, shape (), bool; one rank's is enough.
+        """
+        wanted = self._checked("localizes", flag) != 0
+        self._plan.search = wanted if self._plan.search is None else self._plan.search | wanted
 
     def norms(self) -> Tensor:
         """Norms of what the plan leaves of the layers so far, shape (layers,), float32."""

@@ -93,6 +93,22 @@ class Reducer:
         dist.all_reduce(buffer, group=self._group)
         return buffer.to(self.device)
 
+    def sum_(self, vector: Tensor) -> Tensor:
+        """Sum of a vector over all ranks, in place where the group can reach it: without further memory.
+
+        Args:
+            vector: Shape (n,).
+
+        Returns:
+            The vector.
+        """
+        if self._group is None:
+            return vector
+        if vector.device == self._collective_device:
+            dist.all_reduce(vector, group=self._group)
+            return vector
+        return vector.copy_(self.sum(vector))
+
     def maximum(self, vector: Tensor) -> Tensor:
         """Largest value of every element over all ranks.
 

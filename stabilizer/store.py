@@ -40,6 +40,9 @@ class GradientStore:
     Attributes:
         names: Names of the parameters of all ranks.
         current: The measurement of this step.
+        reducer: Reaches the other ranks.
+        unit_ids: Unit of every one of this rank's parameters; a unit is what no grouping tells apart.
+        num_units: How many units there are.
         failure: What local statistics of this step failed with (they are NaN then), else `None`.
 
     Example:
@@ -65,7 +68,7 @@ class GradientStore:
         self.index = index
         self.device = index.device
         self.ring = ring
-        self._reducer = reducer = Reducer(self.device)
+        self.reducer = reducer = Reducer(self.device)
         self.names = names = index.all_names(reducer)
         layers = {_key(granularity): layer_names(names, granularity) for granularity in granularities}
         # A unit is what no grouping tells apart: all that has to be reduced over ranks.
@@ -73,13 +76,13 @@ class GradientStore:
         units = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         overall = {name: number for number, name in enumerate(names)}
         self._positions = positions = [overall[name] for name in index.names]
-        self._unit_ids = [units[keys[position]] for position in positions]
+        self.unit_ids = [units[keys[position]] for position in positions]
         self._measurer = Measurer(
             index,
             reducer,
             positions=positions,
             num_parameters=len(names),
-            unit_ids=self._unit_ids,
+            unit_ids=self.unit_ids,
             num_units=len(units),
             norm_types=frozenset(norm_types),
             max_abs_intervals=_intervals(max_abs_every_n_steps),
@@ -88,6 +91,7 @@ class GradientStore:
         self._unit_layers = {key: [unit[number] for unit in units] for number, key in enumerate(layers)}
         self._views: dict[tuple[str, NormType], LayerView] = {}
         self.current: Measurement | None = None
+        self.num_units = len(units)
         self.failure: Exception | None = None
         self._has_warned_of_parts = False
 
@@ -126,10 +130,10 @@ class GradientStore:
         Raises:
             ValueError: On every rank, with the smallest and the largest number.
         """
-        if self._reducer.world_size == 1:
+        if self.reducer.world_size == 1:
             return
         numbers = torch.tensor([float(step), -float(step)], dtype=torch.float64, device=self.device)
-        highest, lowest = self._reducer.maximum(numbers).tolist()
+        highest, lowest = self.reducer.maximum(numbers).tolist()
         if highest != -lowest:
             raise ValueError(
                 f"the ranks are at different steps ({-lowest:.0f} to {highest:.0f}): load the states of the callbacks "
@@ -205,12 +209,10 @@ class GradientStore:
             return
         # Those of the measurement, if it was just made: to look at a DTensor's elements takes its time.
         gradients = self._measurer.local_gradients or self._local_gradients()
-        apply_plan_(plan, gradients, self._unit_ids)
+        apply_plan_(plan, gradients, self.unit_ids)
         if plan.limits is not None:
-            gradients, left_out = without_parts(
-                self.index, gradients, [unit in plan.limited for unit in self._unit_ids]
-            )
-            clip_values_(plan, gradients, self._unit_ids, grad_scale=grad_scale)
+            gradients, left_out = without_parts(self.index, gradients, [unit in plan.limited for unit in self.unit_ids])
+            clip_values_(plan, gradients, self.unit_ids, grad_scale=grad_scale)
             self._warn_of_parts(left_out)
 
     def release(self) -> None:
@@ -231,7 +233,7 @@ class GradientStore:
             weights=[index.weight(position, where) for position, where in enumerate(placements)],
             positions=self._positions,
             names=self.names,
-            reducer=self._reducer,
+            reducer=self.reducer,
         )
 
     def sum(self, values: Tensor) -> Tensor:
@@ -243,7 +245,7 @@ class GradientStore:
         Returns:
             Shape (n,), the same on every rank.
         """
-        return self._reducer.sum(values)
+        return self.reducer.sum(values)
 
     def gather(self, values: Tensor) -> Tensor:
         """The values of all ranks: a collective, and a wait.
@@ -254,7 +256,7 @@ class GradientStore:
         Returns:
             Shape (ranks, n), on the CPU.
         """
-        return self._reducer.gather(values.to(self.device)).cpu()
+        return self.reducer.gather(values.to(self.device)).cpu()
 
     def _warn_of_parts(self, names: Sequence[str]) -> None:
         if names and not self._has_warned_of_parts:

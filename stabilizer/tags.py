@@ -10,6 +10,11 @@ __all__ = [
     "CLIP_TOTAL_COEFFICIENT",
     "CLIP_TOTAL_RATE",
     "CLIP_TOTAL_THRESHOLD",
+    "GRADLOC_INCIDENT",
+    "GRADLOC_INCIDENTS",
+    "GRADLOC_PASSES",
+    "GRADLOC_PICTURES",
+    "GRADLOC_SECONDS",
     "GRAD_NORM_HEATMAP",
     "GRAD_NORM_LAYER",
     "GRAD_NORM_LAYER_AFTER",
@@ -59,6 +64,12 @@ CLIP_TOTAL_THRESHOLD = "clip/total_threshold"
 SKIP_CONSECUTIVE = "skip/consecutive"
 SKIP_COUNT = "skip/count"
 SKIP_OVERFLOWS = "skip/overflows"
+GRADLOC_INCIDENTS = "gradloc/incidents"
+GRADLOC_PASSES = "gradloc/passes"
+GRADLOC_SECONDS = "gradloc/seconds"
+# A text, and pictures by name.
+GRADLOC_INCIDENT = "gradloc/incident"
+GRADLOC_PICTURES = "gradloc"
 # A text, not a number: what the run is like, in JSON, and what a threshold's `calibrated_for` may hold of it.
 RUN = "stabilizer/run"
 RUN_FIELDS = ("num_params", "world_size", "accumulation", "batch", "precision")
@@ -89,6 +100,9 @@ ALL_TAGS = frozenset(
         SKIP_CONSECUTIVE,
         SKIP_COUNT,
         SKIP_OVERFLOWS,
+        GRADLOC_INCIDENTS,
+        GRADLOC_PASSES,
+        GRADLOC_SECONDS,
     }
 )
 

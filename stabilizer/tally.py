@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -92,7 +93,9 @@ class LossTally:
             batch: To count its tokens or samples; kept until the loss comes.
         """
         if self._is_on:
-            self._batch, self._has_batch, self._is_begun = batch, True, True
+            # A step may take its batch apart before the loss comes.
+            own = copy.copy(batch) if isinstance(batch, Mapping | list) else batch
+            self._batch, self._has_batch, self._is_begun = own, True, True
 
     def add(self, loss: Tensor, *, scale: Tensor | float | None = None, starts: bool | None = None) -> None:
         """Take a loss that a host has seen being propagated.

@@ -106,6 +106,7 @@ def test_the_default_suite_can_be_named() -> None:
         "GradNormCallback[student]",
         "LossMeanVarCallback[student]",
         "AdaptiveClipThreshold[student]",
+        "GradLocCallback[student]",
     ]
     assert {callback.name for callback in recommended()} == {""}
     with Loop("plain", *callbacks) as loop:

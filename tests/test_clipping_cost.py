@@ -1,4 +1,4 @@
-"""What clipping costs: one collective of four numbers a step, and no wait for the device by a fused optimizer."""
+"""What clipping costs: one collective of five numbers a step, and no wait for the device by a fused optimizer."""
 
 from __future__ import annotations
 
@@ -124,15 +124,16 @@ def quiet_read(numbers: list[int]) -> Any:
         numbers: Gets how many flags each read is of.
     """
 
-    def read(self: Actor, plan: StepPlan, is_stopped: torch.Tensor) -> list[bool]:
-        numbers.append(3 + len(plan.stops))
+    def read(self: Actor, plan: StepPlan, *flags: torch.Tensor) -> list[bool]:
+        # Skipped, bad, the last, searched; and every wish to stop.
+        numbers.append(2 + len(flags) + len(plan.stops))
         return [False] * numbers[-1]
 
     return mock.patch.object(Actor, "_read", read)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-@pytest.mark.parametrize(("on_spike", "num"), [("clip", 3), ("skip_step", 3), ("raise", 5)])
+@pytest.mark.parametrize(("on_spike", "num"), [("clip", 4), ("skip_step", 4), ("raise", 6)])
 def test_one_read_a_step_beside_another_optimizer(on_spike: str, num: int) -> None:
     """The flags of all callbacks come in one piece, and any other read raises here."""
     numbers: list[int] = []

@@ -12,6 +12,7 @@ import pytest
 
 from stabilizer.callbacks import (
     AdaptiveClipThreshold,
+    GradLocCallback,
     GradNormCallback,
     LossMeanVarCallback,
     StabilizerCallback,
@@ -74,10 +75,14 @@ GOOD: list[tuple[str, list[StabilizerCallback]]] = [
     ("preset: safe\ngrad_norm: true", recommended()),
     (
         "grad_norm: {every_n_steps: 7}\npreset: safe",
-        [GradNormCallback(every_n_steps=7), LossMeanVarCallback(), AdaptiveClipThreshold()],
+        [GradNormCallback(every_n_steps=7), LossMeanVarCallback(), AdaptiveClipThreshold(), GradLocCallback()],
     ),
-    ("preset: safe\nloss_mean_var: false", [GradNormCallback(), AdaptiveClipThreshold()]),
-    ("preset: safe\ngrad_norm: {enabled: false}", [LossMeanVarCallback(), AdaptiveClipThreshold()]),
+    ("preset: safe\nloss_mean_var: false", [GradNormCallback(), AdaptiveClipThreshold(), GradLocCallback()]),
+    (
+        "preset: safe\ngrad_norm: {enabled: false}\ngrad_loc: {cooldown_steps: 5}",
+        [LossMeanVarCallback(), AdaptiveClipThreshold(), GradLocCallback(cooldown_steps=5)],
+    ),
+    ("preset: safe\ngrad_loc: {enabled: false}", [GradNormCallback(), LossMeanVarCallback(), AdaptiveClipThreshold()]),
 ]
 
 
@@ -199,7 +204,12 @@ def test_bad_files(content: str | bytes, message: str, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "content", ["grad_norm: false", "{}", "preset: safe\ngrad_norm: false\nloss_mean_var: null\nadaptive_clip: false"]
+    "content",
+    [
+        "grad_norm: false",
+        "{}",
+        "preset: safe\ngrad_norm: false\nloss_mean_var: null\nadaptive_clip: false\ngrad_loc: false",
+    ],
 )
 def test_nothing_left_is_told_once(content: str, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -228,7 +238,12 @@ def test_every_call_makes_new_callbacks() -> None:
     first, second = recommended(), recommended()
     assert same(first, second)
     assert not {id(one) for one in first} & {id(one) for one in second}
-    assert [type(one) for one in first] == [GradNormCallback, LossMeanVarCallback, AdaptiveClipThreshold]
+    assert [type(one) for one in first] == [
+        GradNormCallback,
+        LossMeanVarCallback,
+        AdaptiveClipThreshold,
+        GradLocCallback,
+    ]
     assert {name for preset in PRESETS.values() for name in preset} <= set(FEATURES)
 
 
@@ -237,7 +252,7 @@ def test_either_module_comes_first_and_loads_no_parser(order: tuple[str, str]) -
     program = (
         f"import sys, stabilizer.{order[0]}, stabilizer.{order[1]}\n"
         "assert stabilizer.callbacks.load_callbacks is stabilizer.config.load_callbacks\n"
-        "assert len(stabilizer.config.recommended()) == 3\n"
+        "assert len(stabilizer.config.recommended()) == 4\n"
     )
     alone = f"import sys\nbefore = 'lightning' in sys.modules\nimport stabilizer.{order[0]}\n"
     # Lightning loads both itself, so it is hidden here.

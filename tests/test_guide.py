@@ -58,4 +58,4 @@ def test_every_block_gives_callbacks_that_train(code: str) -> None:
 
 
 def test_the_guide_has_code() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5

@@ -87,5 +87,5 @@ def test_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_file(tmp_path: Path) -> None:
     path = tmp_path / "stabilizer.yaml"
     path.write_text(_block("yaml", "preset: safe"), encoding="utf-8")
-    norms, _ = load_callbacks(path)
+    norms, *_ = load_callbacks(path)
     assert (norms.layer_every_n_steps, norms.exclude) == (50, ["lm_head"])

@@ -1,0 +1,200 @@
+"""What one suite's searches need: sensors on its parameters while all is well, and a localizer when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.failures import Failures
+from stabilizer.callbacks.local_gradients import LocalGradients
+from stabilizer.callbacks.replays import Replays
+from stabilizer.errors import TrainingStoppedError
+from stabilizer.localize.localizer import Localizer
+from stabilizer.localize.maps import blocks_of
+from stabilizer.localize.recording import MicroBatch
+from stabilizer.localize.replaying import Replayer
+from stabilizer.localize.tap import Tap
+from stabilizer.store import GradientStore
+
+__all__ = ["Searches", "StepReplay", "search_limitations"]
+
+
+MOVED = (
+    "another optimizer has moved since the forward, so that it would come out differently: only the first optimizer "
+    "that moves in a step can be searched"
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepReplay:
+    """A step that can be run again.
+
+    Attributes:
+        store: Holds its gradients.
+        replayer: The host's; `None` where it has none.
+        micro_batches: Of the step, on this rank.
+        gradients: Local norms.
+        grad_scale: What the step's gradients are still multiplied by, shape ().
+        reason: Why it cannot be run again as it was.
+    """
+
+    store: GradientStore
+    replayer: Replayer | None
+    micro_batches: Sequence[MicroBatch]
+    gradients: LocalGradients
+    grad_scale: Tensor | None
+    reason: str | None = None
+
+    def tap(self, name: str | None) -> Tap:
+        """Where the gate is to stand.
+
+        Args:
+            name: Of a module; `None` for the output embedding.
+        """
+        assert self.replayer is not None
+        return Tap(self.replayer.model, name, blocks=blocks_of(self.replayer.model))
+
+    def localizer(self, tap: Tap) -> Localizer:
+        """What searches it.
+
+        Args:
+            tap: Where the gate stands.
+        """
+        assert self.replayer is not None
+        return Localizer(
+            self.store,
+            self.replayer,
+            micro_batches=self.micro_batches,
+            local=self.gradients.local,
+            sensors=self.gradients.sensors,
+            segments=self.gradients.segments,
+            tap=tap,
+            blocks=blocks_of(self.replayer.model),
+            reason=self.reason,
+        )
+
+
+def search_limitations(model: nn.Module, *, tap: str | None) -> list[str]:
+    """What a search in this model cannot do as one expects.
+
+    Args:
+        model: As it trains.
+        tap: Name of the module that is gated, if there is one.
+    """
+    found = []
+    place = Tap(model, tap, blocks=blocks_of(model))
+    if place.note is not None:
+        found.append(place.note)
+    if not place.is_known:
+        found.append("no output embedding was found: name a module in tap=, unless the loss calls token_gate")
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        found.append("the host reads one number a step before the optimizer moves, and waits for the device")
+    return found
+
+
+class Searches:
+    """One suite's part of what is kept for a search.
+
+    Args:
+        callbacks: All of ours.
+        replays: Of the run; `None` where the host keeps none.
+        model: As it trains, wrapped.
+        number: Position of the optimizer.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[StabilizerCallback], replays: Replays | None, *, model: nn.Module, number: int
+    ) -> None:
+        self._callbacks = list(callbacks)
+        self._replays = replays if replays is not None and replays.is_on else None
+        self._model, self._number = model, number
+        self._gradients: LocalGradients | None = None
+
+    def close_micro_batches(self, store: GradientStore) -> None:
+        """The gradients of a step are complete.
+
+        Args:
+            store: Of the suite; another one when layers are unfrozen.
+        """
+        if self._replays is None:
+            return
+        self._replays.close_step(store)
+        if self._gradients is None or self._gradients.store is not store:
+            self.close()
+            self._gradients = self._replays.gradients_of(self._number, self._model, store)
+
+    def run(
+        self,
+        contexts: Sequence[StepContext],
+        store: GradientStore,
+        failures: Failures,
+        *,
+        grad_scale: Tensor | None,
+    ) -> bool:
+        """Let callbacks search the step; on every rank together.
+
+        Args:
+            contexts: Of all callbacks.
+            store: Holds the step's gradients.
+            failures: Takes what goes wrong.
+            grad_scale: What the gradients are still multiplied by, shape ().
+
+        Returns:
+            Whether the gradients are other ones now.
+        """
+        changed = False
+        for number, (callback, context) in enumerate(zip(self._callbacks, contexts, strict=True)):
+            if not callback.localizes or callback.has_failed:
+                continue
+            try:
+                replay = self._replay(store, grad_scale=grad_scale)
+                with replay.gradients.awake():
+                    changed = callback.localize(context, replay) or changed
+            except TrainingStoppedError:
+                raise
+            except Exception as error:
+                failures.of_callback(number, "localize", error, step=context.step)
+        return changed
+
+    def _replay(self, store: GradientStore, *, grad_scale: Tensor | None) -> StepReplay:
+        assert self._replays is not None
+        assert self._gradients is not None
+        recorder = self._replays.recorder
+        return StepReplay(
+            store=store,
+            replayer=self._replays.replayer,
+            micro_batches=[] if recorder is None else recorder.micro_batches,
+            gradients=self._gradients,
+            grad_scale=grad_scale,
+            reason=MOVED if recorder is not None and self._replays.has_moved else None,
+        )
+
+    def end_step(self, *, is_kept: bool = True) -> None:
+        """The step is over.
+
+        Args:
+            is_kept: Whether the optimizer has moved.
+        """
+        if self._replays is not None:
+            self._replays.end_step()
+            if not any(callback.localizes and not callback.has_failed for callback in self._callbacks):
+                self.stop()
+        if self._gradients is not None:
+            self._gradients.local.end_step(is_kept=is_kept)
+
+    def stop(self) -> None:
+        """Nothing can be searched any more: keep nothing for it."""
+        if self._replays is not None:
+            self._replays.stop()
+            self._replays = None
+        self.close()
+
+    def close(self) -> None:
+        """Take the sensors away."""
+        if self._gradients is not None:
+            self._gradients.sensors.close()
+            self._gradients = None

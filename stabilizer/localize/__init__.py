@@ -1,0 +1,1 @@
+"""GradLoc: from a gradient spike to the tokens behind it."""
