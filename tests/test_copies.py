@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, StabilizerCallback, attach, recommended
+from stabilizer.callbacks import (
+    GradLocCallback,
+    GradNormCallback,
+    LossMeanVarCallback,
+    StabilizerCallback,
+    attach,
+    recommended,
+)
 from stabilizer.callbacks.loop import LoopHandle
 from tests.lightning_models import make_trainer
 from tests.tiny_loops import HOSTS, Loop, OneLayer, Steps, loss_at, no_log, prepared_unit
@@ -158,13 +165,23 @@ class Watch(pl.Callback):
 @pytest.mark.parametrize("callbacks", ["norms", "all"])
 def test_batches_live_no_longer_than_without_us(callbacks: str) -> None:
     alive = []
-    ours = [GradNormCallback()] if callbacks == "norms" else recommended()
+    ours = [GradNormCallback()] if callbacks == "norms" else [one for one in recommended() if not one.localizes]
     for chosen in ([], ours):
         watch = Watch()
         trainer = make_trainer(callbacks=[watch, *chosen], max_steps=-1, max_epochs=1)
         trainer.fit(OneStep(), torch.utils.data.DataLoader(Rows(), batch_size=2))
         alive.append(watch.alive)
     assert alive[0] == alive[1]
+
+
+def test_a_search_needs_the_batches_of_one_step_and_keeps_no_more() -> None:
+    watch = Watch()
+    trainer = make_trainer(callbacks=[watch, GradLocCallback()], max_steps=-1, max_epochs=1)
+    trainer.fit(OneStep(), torch.utils.data.DataLoader(Rows(), batch_size=2))
+    # The one of the step before is dropped when the next one's forward begins.
+    assert max(watch.alive) <= 2
+    gc.collect()
+    assert sum(each() is not None for each in watch.seen) <= 1  # what the trainer itself holds
 
 
 @pytest.mark.parametrize("host", HOSTS)

@@ -168,7 +168,10 @@ def _spread(rank: int, world_size: int, strategy: str, folder: str) -> Any:
     return summary(callback), same(weights, train(None, strategy=strategy, rank=rank, plan=plan))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=pytest.mark.covers(strategy=name)) for name in ("ddp", "fsdp1", "fsdp2")]
+)
+@pytest.mark.covers(feature="token localisation", host="accelerate")
 def test_two_processes(strategy: str, tmp_path: Path) -> None:
     for told, is_same in run_distributed(_spread, strategy, str(tmp_path)):
         assert told == expected("triggered", SPREAD_FAULTS)

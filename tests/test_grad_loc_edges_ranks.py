@@ -94,7 +94,7 @@ def _train(kind: str, folder: Path) -> tuple[list[list[dict[str, Any]]], list[bo
     return [first, second], [is_left, is_left_too]
 
 
-@pytest.mark.covers(feature="grad_loc", strategy="ddp")
+@pytest.mark.covers(host="plain", feature="token localisation", strategy="ddp")
 def test_a_rank_whose_callback_has_failed_is_not_waited_for(tmp_path: Path) -> None:
     told, is_left = _train("failed", tmp_path)
     assert told == [[], []]
@@ -102,7 +102,7 @@ def test_a_rank_whose_callback_has_failed_is_not_waited_for(tmp_path: Path) -> N
     assert written(tmp_path) == {}
 
 
-@pytest.mark.covers(feature="grad_loc", strategy="ddp")
+@pytest.mark.covers(host="plain", feature="token localisation", strategy="ddp")
 def test_a_rank_that_cannot_put_the_incident_together(tmp_path: Path) -> None:
     (first, second), is_left = _train("no incident", tmp_path)
     assert second == []
@@ -120,7 +120,7 @@ def test_ranks_that_are_added_up_by_hand(tmp_path: Path) -> None:
     assert is_left == [True, True]
 
 
-@pytest.mark.covers(feature="grad_loc", strategy="ddp")
+@pytest.mark.covers(host="plain", feature="token localisation", strategy="ddp")
 def test_a_spike_that_is_made_after_the_reduction(tmp_path: Path) -> None:
     told, is_left = _train("after", tmp_path)
     for (incident,) in told:
@@ -271,7 +271,7 @@ def test_a_fixed_threshold_before_anything_is_known(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:`training_step` returned:UserWarning", "ignore:step 14 .batch 29. has 1 micro-batch"
 )
-@pytest.mark.covers(feature="grad_loc", host="lightning", strategy="single")
+@pytest.mark.covers(feature="token localisation", host="lightning", strategy="single")
 def test_a_training_step_that_returned_none(every: int, tmp_path: Path) -> None:
     class Module(importlib.import_module(PACKAGES[0]).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -48,13 +48,14 @@ class Part(nn.Module):
         """Map (batch, sequence, dim) to the same."""
         if self.recomputes is None:
             return self._run(x)
-        output: Tensor = checkpoint(self._run, x, use_reentrant=self.recomputes == "reentrant")  # type: ignore[no-untyped-call]
+        output: Tensor = checkpoint(self._run, x, use_reentrant=self.recomputes == "reentrant")
         return output
 
     def _run(self, x: Tensor) -> Tensor:
         self.seen.append(x.detach().sum())
         hidden = self.norm(self.linear(x).flatten(0, 1)).view(x.shape)
-        return x + self.dropout(torch.tanh(hidden))
+        output: Tensor = x + self.dropout(torch.tanh(hidden))
+        return output
 
 
 class Lively(nn.Module):

@@ -112,7 +112,10 @@ def scalars(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    "package", [pytest.param(name, marks=pytest.mark.covers(host=name.partition(".")[0])) for name in PACKAGES]
+)
+@pytest.mark.covers(feature="token localisation", strategy="single")
 def test_a_fit_is_the_same(package: str, how: str, tmp_path: Path) -> None:
     loggers = importlib.import_module(f"{package}.loggers")
     found, callback = {}, make_callback(how, tmp_path / "incidents")
@@ -141,7 +144,10 @@ def _spread(rank: int, world_size: int, strategy: str, how: str, folder: str) ->
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=pytest.mark.covers(strategy=name)) for name in ("ddp", "fsdp1", "fsdp2")]
+)
+@pytest.mark.covers(feature="token localisation", host="lightning")
 def test_a_fit_of_two_processes_is_the_same(strategy: str, how: str, tmp_path: Path) -> None:
     for differing, told in run_distributed(_spread, strategy, how, str(tmp_path)):
         assert told == expected(how, SPREAD_FAULTS)

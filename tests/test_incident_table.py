@@ -71,7 +71,7 @@ def test_the_table_is_read_without_colour_in_80_columns(
         "at most 4.7",
     ):
         assert word in output
-    for word in ("812.5", "budget ended", "drop_tokens", "rank 1 failed", "the LM head is outside", "' sat'", "97.0 %"):
+    for word in ("812.5", "search ended", "drop_tokens", "rank 1 failed", "the LM head is outside", "' sat'", "97.0 %"):
         assert word in output
     for word in ("the cat>>> sat<<< on", "layers.0", "0:1, 2", "1625", "growth", "2:5", "-1.5", "4 passes to rebuild"):
         assert word in output

@@ -124,8 +124,9 @@ def _lines(incident: Incident) -> list[tuple[str, str]]:
     if incident.reproducible is not None:
         replayed = "" if incident.replayed_norm is None else f", replayed {number(incident.replayed_norm)}"
         lines.append(("reproducible", ("yes" if incident.reproducible else "no") + replayed))
-    if not incident.is_complete and incident.error is None:
-        lines.append(("incomplete", "the budget ended before the cause was known"))
+    if not incident.is_complete:
+        what = "budget" if incident.error is None else "search"
+        lines.append(("incomplete", f"the {what} ended before the cause was known"))
     if incident.origin is not None:
         lines.append(("begins in", _origin(incident.origin)))
     cost = f"{incident.num_passes} backward and {incident.num_forwards} forward passes, {incident.seconds:.2f} s"
