@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.late import HostCopy
-from stabilizer.localize.replaying import Replayer
+from stabilizer.localize.replaying import Replayer, unscaled
 from stabilizer.localize.suspects import LocalNorms
 from stabilizer.segments import Segments
 from stabilizer.sensors import Sensors
@@ -62,7 +62,7 @@ class LocalGradients:
         seen = self.sensors.take()
         if not is_wanted:
             return
-        squares = None if seen is None else self._unscaled(seen, replayer)
+        squares = None if seen is None else unscaled(self.segments.sum(seen), replayer)
         self.local.add(squares)
         if self._trial is not None:
             self._try(self._trial, squares, measured)
@@ -76,11 +76,6 @@ class LocalGradients:
         finally:
             if self.is_resting:
                 self.sensors.close()
-
-    def _unscaled(self, seen: Tensor, replayer: Replayer | None) -> Tensor:
-        squares = self.segments.sum(seen)
-        scale = None if replayer is None else replayer.scale()
-        return squares if scale is None else squares / scale.to(squares.device, squares.dtype).square()
 
     def _take_measured(self, measured: Tensor | None) -> None:
         if measured is not None and self._num_changes() == self._usual_changes:

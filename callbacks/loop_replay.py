@@ -34,7 +34,8 @@ class LoopReplayer:
 
     def __init__(self, model: nn.Module, *, loss_fn: LossFunction | None = None) -> None:
         self._is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-        self.model: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner: Any = model
+        self.model: nn.Module = inner.module if self._is_ddp else model
         self.reason: str | None = None
         self.divisor = 1
         self.scaler: Any = None

@@ -82,7 +82,6 @@ class Observation:
         factor = max(factor, _MIN_FACTOR) if math.isfinite(factor) else _FACTOR
         if not typical > 0 and math.isfinite(threshold):
             typical = threshold / factor  # of a rule that follows nothing
-        factor = max(factor, _MIN_FACTOR) if math.isfinite(factor) else _FACTOR
         # Local norms are compared as measured: of few tokens more is normal.
         measured = float(torch.nanmedian(self.norms / self.compared))
         chosen = [not worst or layer_names[layer] == self.names[worst] for layer in unit_layers]

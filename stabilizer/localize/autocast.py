@@ -34,6 +34,15 @@ class AutocastState:
         found = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
         return cls(tuple(found), torch.is_autocast_cache_enabled())
 
+    def restore(self) -> None:
+        """Put it back for good, and forget casts of weights that were made meanwhile."""
+        for kind, is_on, dtype in self.kinds:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.is_cached)
+        # They belong to the graph of whoever has cast them.
+        torch.clear_autocast_cache()
+
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same for a block of code."""

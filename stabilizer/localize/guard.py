@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.fsdp import dtensor_class
+from stabilizer.localize.autocast import AutocastState
 from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.rng import RngState
 from stabilizer.localize.sharded import hidden_gradients, let_go, managed_names, managed_parameters
@@ -60,7 +61,7 @@ class Guard:
             raise RuntimeError("this Guard is entered already: make one for each search")
         rng, self._is_grad = RngState.capture(self._device), torch.is_grad_enabled()
         # In this order backwards on exit, so that nothing draws random numbers after those are put back.
-        undo = [rng.restore, *_autocast_modes(self._device)]
+        undo = [rng.restore, AutocastState.capture(self._device).restore]
         undo.append(Snapshot(self._model, skipped=managed_names(self._model)).restore)
         undo += self._frozen()
         parameters = {id(one): one for one in [*self._parameters, *self._model.parameters()]}
@@ -135,25 +136,3 @@ def _putter(owner: Any, name: str, value: Any) -> Callable[[], None]:
             setattr(owner, name, value)
 
     return put
-
-
-def _autocast_modes(device: torch.device) -> list[Callable[[], None]]:
-    """Ways back to autocast as it is."""
-    is_cached = torch.is_autocast_cache_enabled()
-    undo: list[Callable[[], None]] = []
-    for kind in dict.fromkeys(["cpu", device.type]):
-        if torch.amp.is_autocast_available(kind):
-            undo.append(_autocast(kind))
-    undo.append(lambda: torch.set_autocast_cache_enabled(is_cached))
-    # Copies of weights that the replay has cast belong to its graph.
-    return [*undo, torch.clear_autocast_cache]
-
-
-def _autocast(kind: str) -> Callable[[], None]:
-    is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def restore() -> None:
-        torch.set_autocast_enabled(kind, is_on)
-        torch.set_autocast_dtype(kind, dtype)
-
-    return restore

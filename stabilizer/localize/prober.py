@@ -17,7 +17,7 @@ from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.maps import BlockWatch
 from stabilizer.localize.meeting import meeting, recover
 from stabilizer.localize.recording import MicroBatch
-from stabilizer.localize.replaying import Replayer
+from stabilizer.localize.replaying import Replayer, unscaled
 from stabilizer.localize.tap import Tap
 from stabilizer.localize.tensor_group import TensorGroup
 from stabilizer.norms import norms
@@ -162,12 +162,11 @@ class Prober:
         seen = self._sensors.take()
         if seen is None:
             raise RuntimeError(f"no local norms: {self._sensors.reason or 'the sensors saw no backward pass'}")
-        squares = self._group.sum_(self._segments.sum(seen))
+        squares = unscaled(self._group.sum_(self._segments.sum(seen)), self._replayer)
         arrived = self._group.scores(self.gate.arrived)
         scale = self._replayer.scale()
-        if scale is not None:
-            squares = squares / scale.to(squares.device, torch.float32).square()
-            arrived = None if arrived is None else arrived / scale.to(arrived.device, torch.float32)
+        if arrived is not None and scale is not None:
+            arrived = arrived / scale.to(arrived.device, torch.float32)
         return Pass(squares, arrived)
 
     def take_gradients(self) -> list[Tensor | None]:
@@ -175,6 +174,11 @@ class Prober:
         taken = [parameter.grad for parameter in self._parameters]
         self._guard.forget_gradients()
         return taken
+
+    @property
+    def has_own_gradients(self) -> bool:
+        """Whether the gradients of a pass are this rank's own and whole."""
+        return self._replayer.is_replicated or world_size() == 1
 
     def squares_between(self, one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> Tensor | None:
         """Square sums of a difference of gradients, where they are this rank's own and whole.
@@ -186,17 +190,14 @@ class Prober:
         Returns:
             As of `Pass`; `None` where gradients are reduced, cut or of half precision.
         """
-        is_own = self._replayer.is_replicated or world_size() == 1
         known = [gradient for gradient in (*one, *other) if gradient is not None]
-        if not is_own or any(gradient.dtype in (torch.float16, torch.bfloat16) for gradient in known):
+        if not self.has_own_gradients or any(gradient.dtype in (torch.float16, torch.bfloat16) for gradient in known):
             return None
         between = [
             (a if b is None else -b if a is None else a - b) if a is not None or b is not None else None
             for a, b in zip(one, other, strict=True)
         ]
-        squares = self._segments.sum(norms(between, device=known[0].device).square())
-        scale = self._replayer.scale()
-        return squares if scale is None else squares / scale.to(squares.device, torch.float32).square()
+        return unscaled(self._segments.sum(norms(between, device=known[0].device).square()), self._replayer)
 
     def drop(self) -> None:
         """Let go of the graph, and take the gate away."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stabilizer.localize.recording import MicroBatch
 
-__all__ = ["Replayer"]
+__all__ = ["Replayer", "unscaled"]
 
 
 class Replayer(Protocol):
@@ -56,3 +56,14 @@ class Replayer(Protocol):
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
         """Keeps the host's loggers, counters and progress bars out of it."""
+
+
+def unscaled(squares: Tensor, replayer: Replayer | None) -> Tensor:
+    """Square sums of gradients without the loss scale that is in the gradients.
+
+    Args:
+        squares: Of any shape.
+        replayer: Tells the scale; `None` for none.
+    """
+    scale = None if replayer is None else replayer.scale()
+    return squares if scale is None else squares / scale.to(squares.device, squares.dtype).square()

@@ -267,7 +267,7 @@ class MicroBatchSearch:
                 rest = self._norm(Pass(squares, None))
                 if self._norm(answered) > _CANCELLATION * rest:
                     rest = None
-        if request.parent:
+        if request.parent and self._prober.has_own_gradients:
             self._parent = list(gradients)
         return rest
 
