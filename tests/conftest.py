@@ -42,6 +42,13 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    """What an earlier test compiled is compiled again: a graph taken from the cache would not be counted."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(autouse=True)
 def _same_warnings_in_workers(request: pytest.FixtureRequest) -> None:
     """The filters of the configuration, the command line and the test's own marks hold in the workers too."""
     lines = list(request.config.getini("filterwarnings")) + list(request.config.getoption("pythonwarnings") or [])

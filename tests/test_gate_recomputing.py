@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,14 +45,6 @@ class CountingBackend:
         return run
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_a_compiled_model_is_one_graph_and_is_not_compiled_again_after_a_search() -> None:
     model, batch, backend = GatedModel(make_transformer()), token_batch(), CountingBackend()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -72,7 +64,6 @@ def test_a_compiled_model_is_one_graph_and_is_not_compiled_again_after_a_search(
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
 def test_a_tap_in_a_compiled_model_leaves_its_code_alone() -> None:
     model, batch, backend = make_transformer(), token_batch(), CountingBackend()
     compiled, gate = torch.compile(model, backend=backend), Gate()

@@ -40,7 +40,6 @@ def test_B037_the_token_is_found_in_a_model_that_was_compiled_and_called_before(
     assert incident.reproducible is True
     assert incident.counterfactual_norm is not None
     assert incident.counterfactual_norm < incident.threshold
-    torch._dynamo.reset()
 
 
 @covers("single")
@@ -60,7 +59,6 @@ def test_B037_the_token_is_found_in_a_trainer_s_model_that_was_compiled_in_place
     module.model(torch.zeros(ROWS, LENGTH, dtype=torch.long))
     fit(module, tmp_path, callbacks=[callback], max_steps=5)
     assert [place[1:] for place in _places(only(callback))] == [(0, row, position)]
-    torch._dynamo.reset()
 
 
 def test_B037_a_loop_whose_model_was_compiled_in_place_is_told_why_there_is_no_search(tmp_path: Path) -> None:
@@ -72,7 +70,6 @@ def test_B037_a_loop_whose_model_was_compiled_in_place_is_told_why_there_is_no_s
     incident = only(callback)
     assert incident.observed_norm > 10 * incident.threshold
     assert "model.compile()" in (incident.error or "")
-    torch._dynamo.reset()
 
 
 class InPlace(TinyTransformer):
