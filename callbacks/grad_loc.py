@@ -13,14 +13,12 @@ from stabilizer.callbacks.checks import check_choice, check_interval
 from stabilizer.callbacks.clip_limits import limits_beside
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.incident_reports import IncidentReports
-from stabilizer.callbacks.incidents import make_incident
+from stabilizer.callbacks.incidents import try_incident
 from stabilizer.callbacks.searches import StepReplay, search_limitations
 from stabilizer.callbacks.trigger import Limits, Observation, Trigger
 from stabilizer.errors import logger, warn
 from stabilizer.localize.incident import Incident
 from stabilizer.localize.parts import part_norms
-from stabilizer.localize.result import Result
-from stabilizer.localize.tap import Tap
 from stabilizer.localize.taps import find_tap
 from stabilizer.names import Granularity
 from stabilizer.tally import Weight
@@ -151,6 +149,7 @@ class GradLocCallback(StabilizerCallback):
         self._triggers: dict[int, Trigger] = {}
         self._seen: dict[int, Observation] = {}
         self._searched: dict[int, int] = {}
+        self._asked: set[int] = set()  # optimizers whose next step somebody wants to have searched
         self._saved: dict[int, dict[str, Any]] = {}
         self._num_incidents = 0  # of the whole run, those before a checkpoint included
 
@@ -162,11 +161,12 @@ class GradLocCallback(StabilizerCallback):
         weight = None if context.loss is None else context.loss.weight
         seen = trigger.look(norms, step=context.step, weight=weight, total=total, layers=layers)
         self._seen[index] = seen
-        spikes = (seen.excess > self.trigger_ratio) & (seen.compared < torch.inf)
-        if self._is_resting(context):
+        is_asked = index in self._asked
+        spikes = (seen.excess > self._ratio(index)) & (seen.compared < torch.inf)
+        if self._is_resting(context) and not is_asked:
             return
         flag = torch.zeros_like(context.is_bad) if context.is_scaled else context.is_bad
-        if context.step >= self.warmup_steps:
+        if context.step >= self.warmup_steps or is_asked:
             # An overflow is the scaler's business, whatever layers it leaves finite.
             flag = flag | (spikes.any() & ~(context.is_bad & context.is_scaled))
         context.plan.search(flag)
@@ -174,7 +174,7 @@ class GradLocCallback(StabilizerCallback):
     def localize(self, context: StepContext, steps: StepReplay) -> bool:
         """Search the step; on every rank."""
         index, seen = context.optimizer_index, self._seen[context.optimizer_index]
-        worst = seen.worst(self.trigger_ratio)
+        worst = seen.worst(self._ratio(index))
         if steps.replayer is None:
             warn(f"{self.state_key}: step {context.step} has a spike, and nothing here can run it again")
             return False
@@ -198,26 +198,22 @@ class GradLocCallback(StabilizerCallback):
         self._searched[index] = context.step + rest - self.cooldown_steps
         if self.on_found == "skip_step" and result.findings:
             context.plan.skip(torch.ones_like(context.is_bad))
-        incident = self._incident(context, seen, worst=worst, result=result, tap=tap)
+        incident = try_incident(context, seen, worst=worst, result=result, tap=tap, on_found=self.on_found)
+        self.incidents += [] if incident is None else [incident]
         # A collective, whatever this rank can tell.
         self.reports.write(self, context, steps, incident, result)
         return result.is_rebuilt
 
-    def _incident(
-        self, context: StepContext, seen: Observation, *, worst: int, result: Result, tap: Tap
-    ) -> Incident | None:
-        try:
-            incident = make_incident(context, seen, worst=worst, result=result, tap=tap, on_found=self.on_found)
-        except Exception:
-            logger.exception("the incident of step %d could not be put together; training goes on", context.step)
-            return None
-        self.incidents.append(incident)
-        return incident
+    def request_search(self, optimizer_index: int = 0) -> bool:
+        """Have the next step searched if any norm is over its threshold, whatever the ratio and the cooldown."""
+        self._asked.add(optimizer_index)
+        return True
 
     def on_step_end(self, context: StepContext) -> None:
         """Let the norms enter the history, and log."""
         index, outcome = context.optimizer_index, context.outcome
         seen = self._seen.pop(index, None)
+        asked, self._asked = self._asked, self._asked - {index}
         if seen is None or outcome is None:
             return
         lost = outcome.overflowed | outcome.skipped | context.is_bad
@@ -227,6 +223,8 @@ class GradLocCallback(StabilizerCallback):
             context.log(tags.GRADLOC_INCIDENTS, float(self._num_incidents))
             context.log(tags.GRADLOC_PASSES, float(last.num_passes))
             context.log(tags.GRADLOC_SECONDS, last.seconds)
+        elif index in asked:
+            logger.info("%s: asked to look at step %d: no norm is over its threshold", self.state_key, context.step)
 
     def detach_view(self, optimizer_index: int) -> None:
         """Keep what was learned, on the CPU."""
@@ -246,8 +244,8 @@ class GradLocCallback(StabilizerCallback):
         """Thresholds of its own, usual numbers of tokens, and when it has searched last."""
         found = {**self._saved, **{index: trigger.state_dict() for index, trigger in self._triggers.items()}}
         searched = {str(index): step for index, step in self._searched.items()}
-        triggers = {str(index): found[index] for index in sorted(found)}
-        return {"triggers": triggers, "searched": searched, "num_incidents": self._num_incidents}
+        own = {"searched": searched, "num_incidents": self._num_incidents}
+        return {"triggers": {str(index): found[index] for index in sorted(found)}, **own}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Keep the state until the layers are known."""
@@ -263,6 +261,9 @@ class GradLocCallback(StabilizerCallback):
     def limitations(self, setting: Any) -> list[str]:
         """Where the gate would not stand as one expects, and where the host waits."""
         return search_limitations(setting.model, tap=self.tap)
+
+    def _ratio(self, index: int) -> float:
+        return 1.0 if index in self._asked else self.trigger_ratio
 
     def _is_resting(self, context: StepContext) -> bool:
         """Whether this step is not looked at; the same on every rank."""

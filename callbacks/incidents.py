@@ -11,6 +11,7 @@ import torch
 
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.trigger import Observation
+from stabilizer.errors import logger
 from stabilizer.localize.classify import SpikeFacts, classify
 from stabilizer.localize.incident import (
     CandidateGroup,
@@ -21,10 +22,29 @@ from stabilizer.localize.incident import (
     Origin,
 )
 from stabilizer.localize.result import Result
+from stabilizer.localize.searching import LocalFinding
+from stabilizer.localize.shortening import first_of, shortened
 from stabilizer.localize.summary import summarize
 from stabilizer.localize.tap import Tap
 
-__all__ = ["make_incident"]
+__all__ = ["make_incident", "try_incident"]
+
+_MAX_ERRORS = 8
+
+
+def try_incident(context: StepContext, seen: Observation, **what: Any) -> Incident | None:
+    """What `make_incident` gives; `None`, and the reason in the log, where that fails: training goes on.
+
+    Args:
+        context: Of the step.
+        seen: What started the search.
+        **what: See `make_incident`.
+    """
+    try:
+        return make_incident(context, seen, **what)
+    except Exception:
+        logger.exception("the incident of step %d could not be put together; training goes on", context.step)
+        return None
 
 
 def make_incident(
@@ -49,7 +69,7 @@ def make_incident(
     layers = _layers(context, result.parts)
     tokens = _tokens(result)
     verdicts = {finding.verdict for _, finding in result.findings}
-    compared = [finding for _, finding in result.findings if finding.replayed_norm is not None]
+    compared = [(number, finding) for number, finding in result.findings if finding.replayed_norm is not None]
     reproducible = None if not compared or "scaled" in verdicts else "not_reproducible" not in verdicts
     if result.largest is not None and math.isfinite(float(seen.norms[worst])):
         reproducible = False
@@ -65,17 +85,16 @@ def make_incident(
         )
     )
     notes = [*result.notes, *([tap.note] if tap.note else [])]
-    worst_replay = max(compared, key=lambda one: _size(one.suspect.norm), default=None)
+    rank, worst_replay = max(compared, key=lambda one: _replay_size(one[1]), default=(None, None))
     if result.largest is not None:
         notes.append(
             f"the ranks' own gradients add up to {result.largest:.6g} at most: the step's was changed after the "
             "backward pass, in the reduction, on the way between ranks, or by code that changes gradients"
         )
     if reproducible is False and worst_replay is not None:
-        notes.append(
-            f"micro-batch {worst_replay.suspect.micro_batch}: local norm {worst_replay.suspect.norm:.6g} observed, "
-            f"{worst_replay.replayed_norm:.6g} replayed"
-        )
+        suspect = worst_replay.suspect
+        norms = f"local norm {suspect.norm:.6g} observed, {worst_replay.replayed_norm:.6g} replayed"
+        notes.append(f"rank {rank}, micro-batch {suspect.micro_batch}: {norms}")
     incident = Incident(
         step=context.step,
         type=kind,
@@ -91,6 +110,9 @@ def make_incident(
         seconds=result.seconds,
         reproducible=reproducible,
         replayed_norm=None if worst_replay is None else worst_replay.replayed_norm,
+        replayed_rank=rank,
+        replayed_micro_batch=None if worst_replay is None else worst_replay.suspect.micro_batch,
+        local_norm=None if worst_replay is None else worst_replay.suspect.norm,
         is_complete=result.is_complete and not result.errors,
         action=_action(on_found, result),
         ratio="observed" if any(finding.sees_ratios for _, finding in result.findings) else "not observable",
@@ -108,13 +130,13 @@ def make_incident(
         tokens=tuple(tokens),
         origin=_origin(result, kind),
         candidates=_candidates(result),
-        error="; ".join(result.errors) or None,
+        error="; ".join(first_of(result.errors, num=_MAX_ERRORS)) or None,
         notes=tuple(notes),
     )
     # A token that only stands where something begins is no proven cause.
     is_begun = incident.origin is not None and incident.counterfactual_norm is None
     told = dataclasses.replace(incident, tokens=()) if is_begun else incident
-    return dataclasses.replace(incident, summary=summarize(told))
+    return shortened(dataclasses.replace(incident, summary=summarize(told)))
 
 
 def _action(on_found: str, result: Result) -> Any:
@@ -127,6 +149,11 @@ def _verdict(verdicts: set[str]) -> Any:
         if verdict in verdicts:
             return verdict
     return None
+
+
+def _replay_size(finding: LocalFinding) -> tuple[bool, float]:
+    """The one that is no replay comes first."""
+    return finding.verdict == "not_reproducible", _size(finding.suspect.norm)
 
 
 def _size(norm: float) -> float:

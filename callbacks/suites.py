@@ -109,6 +109,7 @@ class Suites:
             is_end: Whether the run ends; else it goes on from a checkpoint.
             after_exception: Whether the run breaks off: its exception is the one to show, not one of ours.
         """
+        self.tally.close()
         suites, self._suites = self._suites, {}  # a suite holds the model
         for suite in suites.values():
             try:

@@ -177,6 +177,10 @@ class LossTally:
         """Forget losses that no step has taken."""
         self._pieces, self._is_stale = [], False
 
+    def close(self) -> None:
+        """Let go of the last batch: its loss may never have come (an evaluation, a run that broke off)."""
+        self._batch, self._is_begun = None, False
+
     def _drop_stale(self) -> None:
         if self._is_stale:
             self.discard()

@@ -20,8 +20,14 @@ __all__ = ["PAGES", "made", "replaced"]
 PAGES = {"docs/gradloc.md": ("incident", "schema"), "README.md": ("short",)}
 
 _INCIDENT = ROOT / "tests/data/bad-token-incident.json"
-_KINDS = ("Incident", "FoundToken", "LayerReport", "MicroBatchReport", "Origin", "CandidateGroup")
-_KEYS = {"FoundToken": "tokens", "LayerReport": "layers", "MicroBatchReport": "micro_batches", "Origin": "origin"}
+_KINDS = ("Incident", "FoundToken", "LayerReport", "MicroBatchReport", "OtherMicroBatches", "Origin", "CandidateGroup")
+_KEYS = {
+    "FoundToken": "tokens",
+    "LayerReport": "layers",
+    "MicroBatchReport": "micro_batches",
+    "OtherMicroBatches": "other_micro_batches",
+    "Origin": "origin",
+}
 
 
 def made(what: str) -> str:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from stabilizer.localize.incident import CandidateGroup, FoundToken, Incident, LayerReport, MicroBatchReport, Origin
+from stabilizer.localize.incident import (
+    CandidateGroup,
+    FoundToken,
+    Incident,
+    LayerReport,
+    MicroBatchReport,
+    Origin,
+    OtherMicroBatches,
+)
 
 TOKEN = FoundToken(
     rank=1,
@@ -39,12 +47,16 @@ INCIDENT = Incident(
     num_rebuild_passes=4,
     seconds=0.5,
     reproducible=True,
-    replayed_norm=812.5,
+    replayed_norm=1625.2,
+    replayed_rank=1,
+    replayed_micro_batch=2,
+    local_norm=1624.8,
     is_complete=False,
     action="drop_tokens",
     ratio="observed",
     layers=(LayerReport(name="layers.0", norm=80.0, baseline=2.0, ratio=40.0, attention_norm=1.0, mlp_norm=2.0),),
     micro_batches=(MicroBatchReport(rank=1, micro_batch=2, norm=1624.8, baseline=5.0, is_suspect=True),),
+    other_micro_batches=OtherMicroBatches(num=79968, median_norm=1.25, largest_norm=3.5, num_suspects=4),
     tokens=(TOKEN, dataclasses.replace(TOKEN, position=None, text=None)),
     origin=Origin(layer="layers.0", row=3, position=77, value=1e4, kind="growth", rank=1, micro_batch=2),
     candidates=(CandidateGroup(rank=0, micro_batch=1, num_units=9, units=((0, 1), (2, None))),),

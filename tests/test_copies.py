@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -109,6 +110,25 @@ def test_a_closed_handle_keeps_nothing_alive(host: str) -> None:
     gc.collect()
     assert [each() for each in alive] == [None, None]
     handle.close()
+    assert handle.is_closed
+
+
+@pytest.mark.parametrize("breaks_off", [False, True])
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_closed_handle_does_not_keep_a_batch_whose_loss_never_came(host: str, breaks_off: bool) -> None:
+    broken = pytest.raises(RuntimeError, match="broken") if breaks_off else contextlib.nullcontext()
+    with broken, Loop(host, LossMeanVarCallback(weight="samples")) as loop:
+        handle = loop.handle
+        loop.step(1.0)
+        batch = torch.ones(3, 1)
+        alive = weakref.ref(batch)
+        loop.model(batch)  # as an evaluation in training mode does
+        del batch
+        assert alive() is not None, "nobody holds it: the test says nothing"
+        if breaks_off:
+            raise RuntimeError("broken")
+    gc.collect()
+    assert alive() is None
     assert handle.is_closed
 
 

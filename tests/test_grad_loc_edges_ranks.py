@@ -51,6 +51,7 @@ def _backward(loop: Loop, kind: str, *, step: int, rank: int) -> None:
     for parameter in loop.model.parameters():
         if kind == "by hand":
             dist.all_reduce(parameter.grad)
+            parameter.grad.mul_(4)  # whatever it makes of the sum
         if kind == "after" and step == FAULTY:
             parameter.grad.mul_(100)
 
@@ -62,13 +63,14 @@ def _gradients(loop: Loop) -> list[torch.Tensor]:
 def _ranks(rank: int, world_size: int, kind: str, folder: str) -> Any:
     """Train with a fault on rank 0, and something that is wrong on rank 1 or everywhere."""
     logging.disable(logging.CRITICAL)  # what fails is logged with its traceback
-    callback = soon(Path(folder), strict=False, dump_batch=kind == "no incident", on_found="drop_tokens")
+    on_found = "report" if kind == "fails at it" else "drop_tokens"
+    callback = soon(Path(folder), strict=False, dump_batch=kind == "no incident", on_found=on_found)
     model: nn.Module = make_transformer(num_layers=2)
     given: list[torch.Tensor] = []
-    patch: Any = mock.patch("stabilizer.callbacks.grad_loc.make_incident", side_effect=RuntimeError("planted"))
+    patch: Any = mock.patch("stabilizer.callbacks.incidents.make_incident", side_effect=RuntimeError("planted"))
     loop = Loop(callback, model=model if kind == "by hand" else DistributedDataParallel(model))
-    if kind == "failed" and rank == 1:
-        callback.on_gradients = _fail_at(callback, FAULTY - 2)  # type: ignore[method-assign]
+    if kind in ("failed", "fails at it") and rank == 1:
+        callback.on_gradients = _fail_at(callback, FAULTY - 2 * (kind == "failed"))  # type: ignore[method-assign]
     if kind == "no incident" and rank == 1:
         patch.start()
     try:
@@ -94,9 +96,11 @@ def _train(kind: str, folder: Path) -> tuple[list[list[dict[str, Any]]], list[bo
     return [first, second], [is_left, is_left_too]
 
 
+@pytest.mark.parametrize("kind", ["failed", "fails at it"])
 @pytest.mark.covers(host="plain", feature="token localisation", strategy="ddp")
-def test_a_rank_whose_callback_has_failed_is_not_waited_for(tmp_path: Path) -> None:
-    told, is_left = _train("failed", tmp_path)
+def test_a_rank_whose_callback_has_failed_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    """Nobody knows yet of one that fails in the very step with the spike: it outweighs the rank that wants a search."""
+    told, is_left = _train(kind, tmp_path)
     assert told == [[], []]
     assert is_left == [True, True]
     assert written(tmp_path) == {}

@@ -29,7 +29,12 @@ NAN, INF = math.nan, math.inf
         ({"tokens": (make_token(), make_token(row=4))}, ["2 tokens at rank 1, micro-batch 2 are"]),
         ({"tokens": (make_token(), make_token(rank=4))}, ["2 tokens on 2 ranks are"]),
         ({"counterfactual_norm": None}, ["are behind it"]),
-        ({"reproducible": False, "replayed_norm": 5.5}, ["not reproducible", "5.5", "hardware"]),
+        (
+            {"reproducible": False, "replayed_norm": 5.5},
+            ["not reproducible", "the local norm of rank 1, micro-batch 2 was 1625, and 5.5 in a replay", "hardware"],
+        ),
+        ({"reproducible": False, "replayed_norm": 5.5, "local_norm": None}, ["replay of a micro-batch gave 5.5"]),
+        ({"reproducible": False, "replayed_norm": None}, ["own gradients are too small"]),
         ({"tokens": ()}, ["the gradient grows in layers.0 at rank 1, micro-batch 2, row 3, position 77"]),
         (
             {"tokens": (), "origin": Origin(layer="h.3", kind="nonfinite", value=NAN)},
@@ -71,7 +76,8 @@ def test_the_table_is_read_without_colour_in_80_columns(
         "at most 4.7",
     ):
         assert word in output
-    for word in ("812.5", "search ended", "drop_tokens", "rank 1 failed", "the LM head is outside", "' sat'", "97.0 %"):
+    assert "yes: local norm 1625, replayed 1625 (rank 1, micro-batch 2)" in output
+    for word in ("search ended", "drop_tokens", "rank 1 failed", "the LM head is outside", "' sat'", "97.0 %"):
         assert word in output
     for word in ("the cat>>> sat<<< on", "layers.0", "0:1, 2", "1625", "growth", "2:5", "-1.5", "4 passes to rebuild"):
         assert word in output

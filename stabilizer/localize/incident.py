@@ -19,6 +19,7 @@ __all__ = [
     "LayerReport",
     "MicroBatchReport",
     "Origin",
+    "OtherMicroBatches",
     "Ratio",
     "Unit",
 ]
@@ -113,6 +114,23 @@ class MicroBatchReport:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherMicroBatches:
+    """Local norms that are too many to be listed.
+
+    Attributes:
+        num: How many they are.
+        median_norm: Of them.
+        largest_norm: Of them.
+        num_suspects: How many of them were suspicious too.
+    """
+
+    num: int
+    median_norm: float
+    largest_norm: float
+    num_suspects: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
     """Where below the gate a spike or a non-finite value begins.
 
@@ -172,12 +190,16 @@ class Incident:
         num_rebuild_passes: Passes that rebuilt the gradient without the found tokens.
         seconds: Time that all this took.
         reproducible: Whether a replay gave the observed norm; `None` if none was tried.
-        replayed_norm: Norm of the replay.
+        replayed_norm: Local norm of the replay of one micro-batch (the worst one), not of the step.
+        replayed_rank: Whose micro-batch that is.
+        replayed_micro_batch: Its index in the step.
+        local_norm: What its local norm was in the step: `replayed_norm` is to be the same.
         is_complete: False if the budget, or an error, ended the search before the cause was known.
         action: What was done.
         ratio: Whether importance ratios could be seen.
         layers: Norm of every layer.
-        micro_batches: Local norms, of every rank.
+        micro_batches: Local norms of all ranks; of very many the suspicious ones and the largest others.
+        other_micro_batches: What there is beside those; `None` if all are listed.
         tokens: The cause, largest gradient first.
         origin: Where below the gate it begins.
         candidates: What is left of the search if it is not complete.
@@ -208,11 +230,15 @@ class Incident:
     seconds: float = 0.0
     reproducible: bool | None = None
     replayed_norm: float | None = None
+    replayed_rank: int | None = None
+    replayed_micro_batch: int | None = None
+    local_norm: float | None = None
     is_complete: bool = True
     action: Action = "report"
     ratio: Ratio = "not observable"
     layers: tuple[LayerReport, ...] = ()
     micro_batches: tuple[MicroBatchReport, ...] = ()
+    other_micro_batches: OtherMicroBatches | None = None
     tokens: tuple[FoundToken, ...] = ()
     origin: Origin | None = None
     candidates: tuple[CandidateGroup, ...] = ()

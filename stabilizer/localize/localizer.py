@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stabilizer.localize.guard import Guard
 from stabilizer.localize.lockstep import Lockstep
-from stabilizer.localize.prober import Prober
+from stabilizer.localize.prober import Prober, no_gate
 from stabilizer.localize.rebuilding import Difference, copy_into_
 from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.replaying import Replayer
@@ -144,7 +144,8 @@ class Localizer:
         """
         lock, rebuilt, difference = self._lock, None, None
         with contextlib.ExitStack() as stack:
-            prober = lock.attempt(lambda: stack.enter_context(self._guarded()))
+            needs_gate = math.isfinite(suspicion.norm)
+            prober = lock.attempt(lambda: stack.enter_context(self._guarded(needs_gate=needs_gate)))
             if not lock.agree().has_failed and prober is not None:
                 found = order or self._survey.by_replay(prober, suspicion, result)
                 if found:
@@ -170,7 +171,7 @@ class Localizer:
             raise RuntimeError(reason)
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[Prober]:
+    def _guarded(self, *, needs_gate: bool) -> Iterator[Prober]:
         guard = Guard(self._replayer.model, parameters=self._parameters, device=self._store.device)
         # Compiled code has the gate's absence built in, and frees what a second pass needs.
         stance = torch.compiler.set_stance("force_eager")
@@ -186,6 +187,7 @@ class Localizer:
                 tap=self._tap,
                 blocks=self._blocks,
                 group=self._survey.group,
+                needs_gate=needs_gate,
             )
             try:
                 yield prober
@@ -263,6 +265,8 @@ class Localizer:
             result.findings += [(number, finding) for finding in findings]
         if any(finding.verdict == "unfinished" for _, finding in result.findings):
             result.is_complete = False
+        if any(not finding.is_gated for _, finding in result.findings):
+            result.notes.append(f"tokens cannot be told: {no_gate(self._tap)}")
         if (scale := _missing_scale(result)) is not None:
             for _, finding in result.findings:
                 finding.verdict = "scaled"

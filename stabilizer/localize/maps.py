@@ -20,7 +20,7 @@ from stabilizer.localize.taps import clean_modules
 from stabilizer.names import layer_names
 from stabilizer.parameters import named_parameters
 
-__all__ = ["BlockWatch", "Origin", "blocks_of"]
+__all__ = ["BlockWatch", "Origin", "blocks_of", "leaves_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,24 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     modules = clean_modules(model)
     layers = dict.fromkeys(layer_names([name for _, name in named_parameters(model)]))
     return [(name, modules[name]) for name in layers if name.rpartition(".")[2].isdigit() and name in modules]
+
+
+def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that own parameters, of a model without repeated blocks.
+
+    Args:
+        model: Wrapped or not.
+
+    Returns:
+        Name and module, in the model's order.
+
+    Example:
+        >>> [name for name, _ in leaves_of(nn.ModuleDict({"body": nn.Linear(1, 1), "head": nn.Linear(1, 1)}))]
+        ['body', 'head']
+    """
+    modules = clean_modules(model)
+    owners = dict.fromkeys(layer_names([name for _, name in named_parameters(model)], "module"))
+    return [(name, modules[name]) for name in owners if name in modules]
 
 
 class BlockWatch:

@@ -14,7 +14,7 @@ from stabilizer.fsdp import has_fsdp1
 from stabilizer.gate import Gate, gating
 from stabilizer.localize.guard import Guard
 from stabilizer.localize.lockstep import Lockstep
-from stabilizer.localize.maps import BlockWatch
+from stabilizer.localize.maps import BlockWatch, leaves_of
 from stabilizer.localize.meeting import meeting, recover
 from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.replaying import Replayer, unscaled
@@ -25,7 +25,19 @@ from stabilizer.reduction import world_size
 from stabilizer.segments import Segments
 from stabilizer.sensors import Sensors
 
-__all__ = ["Pass", "Prober"]
+__all__ = ["Pass", "Prober", "no_gate"]
+
+
+def no_gate(tap: Tap) -> str:
+    """Say that no gate was passed, and the way out.
+
+    Args:
+        tap: What was to be gated.
+    """
+    return (
+        f"no gate was passed in the forward ({tap.name}): name a module in tap=, or put stabilizer.token_gate(x) on "
+        "the losses or log-probs of the tokens"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +67,8 @@ class Prober:
         tap: What is gated where the model has no `token_gate`.
         blocks: Repeated blocks, to be watched.
         group: Ranks with the same data.
+        needs_gate: Whether a forward that passes no gate is an error. Where something is not finite, the forward itself
+            tells the block in which it begins.
 
     Attributes:
         gate: Of the last forward.
@@ -75,7 +89,9 @@ class Prober:
         tap: Tap,
         blocks: Sequence[tuple[str, nn.Module]],
         group: TensorGroup,
+        needs_gate: bool = True,
     ) -> None:
+        self._needs_gate = needs_gate
         self._replayer, self._lock, self._guard = replayer, lock, guard
         self._sensors, self._segments = sensors, segments
         self._parameters, self._tap, self._blocks, self._group = list(parameters), tap, blocks, group
@@ -100,7 +116,7 @@ class Prober:
             micro_batch: Of this step; `None` where this rank has none and the others do.
 
         Raises:
-            RuntimeError: If no gate was passed.
+            RuntimeError: If no gate was passed and one is needed.
         """
         if micro_batch is None:
             self.drop()
@@ -113,12 +129,13 @@ class Prober:
         self._run(micro_batch)
         if not self.gate.is_used and self._tap.fall_back():
             self._run(micro_batch)
-        if not self.gate.is_used:
-            raise RuntimeError(
-                f"no gate was passed in the forward ({self._tap.name}): name a module in tap=, or put "
-                "stabilizer.token_gate(x) on the losses or log-probs of the tokens"
-            )
-        if self.gate.is_by_hand:
+        if not self.gate.is_used and self._needs_gate:
+            raise RuntimeError(no_gate(self._tap))
+        if not self.gate.is_used and not self._blocks:
+            # There is nothing else to go by: any module is a place.
+            self._blocks = leaves_of(self._replayer.model)
+            self._run(micro_batch)
+        if self.gate.is_by_hand or not self.gate.is_used:
             self._tap.note = None  # nothing but that is gated
         self.gate.seal()
 

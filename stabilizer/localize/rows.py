@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from stabilizer.localize.incident import CandidateGroup, FoundToken, Incident, LayerReport, MicroBatchReport
+from stabilizer.localize.incident import (
+    CandidateGroup,
+    FoundToken,
+    Incident,
+    LayerReport,
+    MicroBatchReport,
+    OtherMicroBatches,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,7 +53,12 @@ def incident_tables(incident: Incident) -> list[Table]:
         _table(f"Tokens ({len(incident.tokens)})", incident.tokens, _TOKENS),
         _table("Their context", with_context, [*_PLACE, ("context", lambda token: token.context)]),
         _table("Undecided", incident.candidates, _CANDIDATES),
-        _table("Local norms of the micro-batches", _suspects_first(incident.micro_batches), _MICRO_BATCHES),
+        _table(
+            "Local norms of the micro-batches",
+            _suspects_first(incident.micro_batches),
+            _MICRO_BATCHES,
+            beside=_others(incident.other_micro_batches),
+        ),
         _table("Layers", layers, _LAYERS),
     ]
     return [table for table in tables if table is not None]
@@ -67,7 +79,14 @@ def _suspects_first(found: Sequence[MicroBatchReport]) -> list[MicroBatchReport]
     return sorted(found, key=lambda one: not one.is_suspect)
 
 
-def _table(title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]]) -> Table | None:
+def _others(others: OtherMicroBatches | None) -> str:
+    if others is None:
+        return ""
+    suspects = f", {others.num_suspects} of them suspicious" if others.num_suspects else ""
+    return f"{others.num} others{suspects}: median {number(others.median_norm)}, largest {number(others.largest_norm)}"
+
+
+def _table(title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]], *, beside: str = "") -> Table | None:
     from rich.table import Table
     from rich.text import Text
 
@@ -89,8 +108,9 @@ def _table(title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]]) -> 
     for row in range(len(shown)):
         # Text, never markup: a token may be "[bold]".
         table.add_row(*(Text(column[row] or "") for _, column in used))
-    if len(rows) > len(shown):
-        table.caption = Text(f"and {len(rows) - len(shown)} more in the JSON")
+    captions = [f"and {len(rows) - len(shown)} more in the JSON"] if len(rows) > len(shown) else []
+    if captions or beside:
+        table.caption = Text("\n".join([*captions, *([beside] if beside else [])]))
         table.caption_justify = "left"
     return table
 

@@ -66,6 +66,7 @@ class LocalFinding:
         groups: Undecided units, where the budget has ended.
         tokens: What the batch says of each unit, see `describe_units`.
         sees_ratios: Whether the batch has what importance ratios come from.
+        is_gated: Whether the forward has passed a gate: without one no units can be told.
         map: Norm of the gradient of every block's output by position, shape (points, positions), and their names.
     """
 
@@ -81,6 +82,7 @@ class LocalFinding:
     groups: list[list[tuple[int, int | None]]] = dataclasses.field(default_factory=list)
     tokens: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sees_ratios: bool = False
+    is_gated: bool = True
     map: tuple[list[str], list[list[float]]] | None = None
 
 
@@ -170,6 +172,7 @@ class MicroBatchSearch:
         """Look at the replay, and say what is to be searched in it."""
         if first is None:
             return None
+        found.is_gated = self._prober.gate.is_used
         norm, observed = self._norm(first), found.suspect.norm
         found.replayed_norm, self._scores = norm, first.arrived
         is_same_kind = math.isfinite(norm) == math.isfinite(observed)
@@ -185,7 +188,7 @@ class MicroBatchSearch:
         if shut is not None:
             norm = self._narrow(first, shut)
         if first.arrived is None:
-            found.verdict = "no_token"
+            found.verdict = "no_token" if found.is_gated else "unexplained"
             return None
         found.origin = self._prober.watch.growth()
         return search(first.arrived, norm=norm, limit=found.suspect.limit, max_passes=self._budget.passes)
@@ -203,10 +206,10 @@ class MicroBatchSearch:
     ) -> Generator[Request, Answer, Finding] | None:
         found.verdict = "nonfinite"
         found.origin = self._prober.watch.first_nonfinite()
-        if found.origin is not None or first.arrived is None:
+        if found.origin is not None:
             return None
-        bad = ~torch.isfinite(first.arrived)
-        if bool(bad.all()) or not bool(bad.any()):
+        bad = None if first.arrived is None else ~torch.isfinite(first.arrived)
+        if bad is None or bool(bad.all()) or not bool(bad.any()):
             found.origin = self._prober.watch.first_nonfinite_gradient()
             return None
         if shut is not None:
@@ -233,6 +236,8 @@ class MicroBatchSearch:
     def _describe(self, found: LocalFinding, micro_batch: MicroBatch) -> None:
         """Say where the found units are, what has arrived at them, and what the batch says of them."""
         gate, scores = self._prober.gate, self._scores
+        if not gate.is_used:
+            return
         found.places = [_place(gate.locate(unit)) for unit in found.units]
         places = found.places
         if not places and found.origin is not None and found.origin.kind != "growth":

@@ -35,8 +35,7 @@ def _finding(incident: Incident) -> str:
     if incident.reproducible is False and incident.replayed_norm is None:
         return "the ranks' own gradients are too small for it: it was made after the backward pass, see the notes"
     if incident.reproducible is False:
-        replayed = number(incident.replayed_norm) or "another norm"
-        return f"not reproducible: a replay gave {replayed}; hardware, or code that differs from run to run"
+        return f"not reproducible: {_replay(incident)}; hardware, or code that differs from run to run"
     if incident.tokens:
         return _tokens(incident)
     if incident.origin is not None:
@@ -48,6 +47,14 @@ def _finding(incident: Incident) -> str:
         left = f"; the cause is among {num} of them" if num else ""
         return f"the budget ended after {incident.num_passes} passes before the tokens were known{left}"
     return f"no set of tokens explains it{_layers(incident)}"
+
+
+def _replay(incident: Incident) -> str:
+    replayed = number(incident.replayed_norm)
+    if incident.local_norm is None:
+        return f"a replay of a micro-batch gave {replayed}"
+    place = f"rank {incident.replayed_rank}, micro-batch {incident.replayed_micro_batch}"
+    return f"the local norm of {place} was {number(incident.local_norm)}, and {replayed} in a replay"
 
 
 def _tokens(incident: Incident) -> str:

@@ -11,13 +11,16 @@ from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.prober import Prober
 from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.result import Result, Suspicion
-from stabilizer.localize.suspects import LocalNorms, Suspect, find_suspects
+from stabilizer.localize.suspects import LocalNorms, Suspect, find_suspects, largest_sum
 from stabilizer.localize.tensor_group import TensorGroup, joined, tensor_group
 from stabilizer.parameters import ParameterIndex
 from stabilizer.reduction import Reducer, rank
 from stabilizer.sensors import Sensors
 
 __all__ = ["Survey"]
+
+# A single gradient is as long as its one part, but for the rounding of half precision in a reduction.
+_ROUNDING = 1.02
 
 
 class Survey:
@@ -127,14 +130,12 @@ class Survey:
         return sorted(worst, key=lambda number: (-worst[number], number))
 
     def _is_made_afterwards(self, suspicion: Suspicion, result: Result) -> bool:
-        """Whether the ranks' own gradients are too small for the step's: no sum is longer than its parts."""
-        ranks = {one.rank for one in result.suspects}
-        parts = sum(one.norm for one in result.suspects)
-        if not self.knows_reduction or not ranks or not math.isfinite(parts):
-            return False
-        # What sharded gradients are divided by may be another number.
-        largest = parts / len(ranks) if self.is_averaged else parts
-        if suspicion.norm <= 1.02 * largest:
+        """Whether the ranks' own gradients are too small for the step's."""
+        # What sharded gradients are divided by may be another number than that of the ranks.
+        largest = largest_sum(result.suspects, is_averaged=self.is_averaged)
+        # A norm that is not finite is over it too.
+        is_too_small = math.isfinite(largest) and not suspicion.norm <= _ROUNDING * largest
+        if not self.knows_reduction or not is_too_small:
             return False
         result.largest = largest
         return True

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LocalNorms", "Suspect", "find_suspects"]
+__all__ = ["LocalNorms", "Suspect", "find_suspects", "largest_sum"]
 
 _ROWS = 256
 _MIN_ROWS = 8
@@ -143,6 +143,26 @@ def find_suspects(
         nearest = max(found, key=lambda one: one.norm / one.limit if one.limit > 0 else one.norm)
         found = [dataclasses.replace(one, is_suspect=one is nearest) for one in found]
     return found
+
+
+def largest_sum(found: Sequence[Suspect], *, is_averaged: bool) -> float:
+    """The largest norm that a step's gradient can have, of these local gradients: no sum is longer than its parts.
+
+    Args:
+        found: Of all ranks and micro-batches.
+        is_averaged: Whether the step's gradient is the mean of the ranks', not their sum.
+
+    Returns:
+        Infinite or NaN if one of them is; infinite if there is none.
+
+    Example:
+        >>> largest_sum(find_suspects([[3.0, 1.0], [4.0, 2.0]], [1.0, 1.0], factor=9.0, fallback=1.0), is_averaged=True)
+        5.0
+    """
+    if not found:
+        return math.inf
+    parts = sum(one.norm for one in found)
+    return parts / len({one.rank for one in found}) if is_averaged else parts
 
 
 def _spread(excesses: Sequence[float]) -> float:

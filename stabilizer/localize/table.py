@@ -122,8 +122,7 @@ def _lines(incident: Incident) -> list[tuple[str, str]]:
         bound = "at most " if incident.counterfactual_is_bound else ""
         lines.append(("without them", f"{bound}{number(incident.counterfactual_norm)}, the norm of all other tokens"))
     if incident.reproducible is not None:
-        replayed = "" if incident.replayed_norm is None else f", replayed {number(incident.replayed_norm)}"
-        lines.append(("reproducible", ("yes" if incident.reproducible else "no") + replayed))
+        lines.append(("reproducible", ("yes" if incident.reproducible else "no") + _replay(incident)))
     if not incident.is_complete:
         what = "budget" if incident.error is None else "search"
         lines.append(("incomplete", f"the {what} ended before the cause was known"))
@@ -136,6 +135,16 @@ def _lines(incident: Incident) -> list[tuple[str, str]]:
     if incident.error is not None:
         lines.append(("error", incident.error))
     return lines + [("note", note) for note in incident.notes]
+
+
+def _replay(incident: Incident) -> str:
+    """Local norms, which are not to be taken for the step's above them."""
+    if incident.replayed_norm is None:
+        return ""
+    if incident.local_norm is None:
+        return f": a micro-batch's local norm is {number(incident.replayed_norm)} in a replay"
+    norms = f"local norm {number(incident.local_norm)}, replayed {number(incident.replayed_norm)}"
+    return f": {norms} (rank {incident.replayed_rank}, micro-batch {incident.replayed_micro_batch})"
 
 
 def _origin(origin: Origin) -> str:
