@@ -8,17 +8,23 @@ from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.early_warning import EarlyWarningCallback
 from stabilizer.callbacks.grad_loc import GradLocCallback
+from stabilizer.callbacks.grad_noise_scale import GradNoiseScaleCallback
 from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
 from stabilizer.callbacks.layer_clip import LayerClipCallback
+from stabilizer.callbacks.layer_health import LayerHealthCallback
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
 from stabilizer.config import load_callbacks, recommended
 
 __all__ = [
     "AdaptiveClipThreshold",
+    "EarlyWarningCallback",
     "GradLocCallback",
+    "GradNoiseScaleCallback",
     "GradNormCallback",
     "LayerClipCallback",
+    "LayerHealthCallback",
     "LossMeanVarCallback",
     "NormHistory",
     "StabilizerCallback",

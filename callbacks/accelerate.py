@@ -23,6 +23,7 @@ from stabilizer.callbacks.hosting import scale_still_in, stand_before, warn_of_t
 from stabilizer.callbacks.loop import LoopHandle
 from stabilizer.callbacks.loop_replay import LossFunction
 from stabilizer.callbacks.prepared import inner_optimizer
+from stabilizer.callbacks.saving import save_with_accelerator
 from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.watching import is_state_setup
@@ -113,6 +114,15 @@ class AccelerateHandle(LoopHandle):
         """Run the callbacks now; see `LoopHandle.measure`. The accelerator's own scaler is known."""
         if not self.is_closed:
             self._begin(range(len(self._optimizers)))
+
+    @property
+    def can_save(self) -> bool:
+        """The accelerator does."""
+        return True
+
+    def save_checkpoint(self, name: str) -> str | None:
+        """By `save_fn` where there is one, else see `save_with_accelerator`."""
+        return super().save_checkpoint(name) or save_with_accelerator(self._accelerator, name)
 
     def position(self) -> Position:
         """Micro-batches that the accelerator has seen since the last step."""

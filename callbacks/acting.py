@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import AfterClip, Position, StepContext, StepOutcome
+from stabilizer.callbacks.learning_rates import LearningRates
 from stabilizer.callbacks.nonfinite import NonfiniteReports
 from stabilizer.callbacks.origin import BackwardWatch
 from stabilizer.errors import TrainingStoppedError, warn
@@ -44,10 +45,13 @@ class Actor:
         self._skips_nonfinite = any(callback.skips_nonfinite for callback in callbacks)
         self._clips_values = any(callback.clips_values for callback in callbacks)
         self._names_nonfinite = any(callback.names_nonfinite for callback in callbacks)
+        self._lowers_lr = any(callback.lowers_lr for callback in callbacks)
         self._localizes = any(callback.localizes for callback in callbacks)
         self._measures_squares = any(callback.norm_type == 2 for callback in callbacks)
         self._intervals = {interval for callback in callbacks for interval in callback.after_every_n_steps}
         is_active = self._acts or self._may_skip or self._may_stop or self._names_nonfinite or self._localizes
+        is_active = is_active or self._lowers_lr
+        self._rates = LearningRates()
         self._agrees = is_active and world_size() > 1
         self._model: nn.Module | None = model
         self._reports = NonfiniteReports()
@@ -140,6 +144,8 @@ class Actor:
             optimizer: Whose step comes next.
         """
         plan = self._plan
+        if plan is not None:
+            self._rates.scale(optimizer, plan.lr_factor)
         if plan is None or plan.skip is None or self._skips is False:
             return
         if skips_on_device(optimizer):
@@ -188,6 +194,7 @@ class Actor:
             optimizer: Whose step it was.
         """
         stop_skipping(optimizer)
+        self._rates.put_back()
         if self._plan is not None:
             self._store.release()  # where an error came in between
         self._plan = None
@@ -219,6 +226,8 @@ class Actor:
             plan.cancel(is_void)
             plan.skip = None if plan.skip is None else plan.skip & ~is_void
             is_stopped, searches = is_stopped & ~is_void, searches & ~is_void
+            # Ranks must not differ: while rates are lowered, and only then, the host waits for this.
+            plan.lr_factor = 1.0 if plan.lr_factor < 1 and bool(is_void) else plan.lr_factor
         if self._skips_nonfinite:
             # Whoever could not decide: a NaN is a NaN. Under a scaler too, for ranks that see no infinity of their own.
             plan.request_skip(self.is_bad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,7 @@ def attach(
     num_steps: int | None = None,
     schedulers: Sequence[Any] | None = None,
     loss_fn: LossFunction | None = None,
+    save_fn: Callable[[str], None] | None = None,
 ) -> LoopHandle:
     """Attach callbacks to an Accelerate loop, or to a plain one.
 
@@ -53,6 +54,8 @@ def attach(
             loss of a micro-batch as the loop propagates it (before the accelerator divides it). The batch is what
             `handle.record_batch(batch)` was told, else what the model was called with. Default: the loss in what the
             model returns.
+        save_fn: For callbacks that save a checkpoint: a function of a name, called on every rank between two steps.
+            With an accelerator `save_state` is the default.
 
     Returns:
         A handle, to be used in a `with` statement; leaving it puts everything back as it was.
@@ -101,6 +104,7 @@ def attach(
             accelerator=accelerator,
             loss_fn=loss_fn,
         )
+    handle.save_with(save_fn)
     preflight(
         lambda: accelerate_setting(
             accelerator, model, optimizers, callbacks, num_steps=num_steps, schedulers=schedulers

@@ -27,6 +27,8 @@ class Order(enum.IntEnum):
     LOCALIZE = 35
     SKIP = 40
     LOG = 50
+    # Reads what the others have found at the same step.
+    WARN = 60
 
 
 class StabilizerCallback(HostCallback):
@@ -61,6 +63,8 @@ class StabilizerCallback(HostCallback):
     # What a subclass needs of the store.
     norm_type: NormType = 2
     history: int = 1
+    # Groupings that it reads besides its `granularity`; `attach_more_views` gets their views.
+    more_granularities: Sequence[Granularity] = ()
     max_abs_every_n_steps: int | None = None
     # What weighs the micro-batches in `context.loss`; without it a step's loss is not looked at.
     loss_weight: Weight | None = None
@@ -70,6 +74,10 @@ class StabilizerCallback(HostCallback):
     # these numbers, which are the same on every rank, and from nothing that could come out differently there.
     after_every_n_steps: Sequence[int] = ()
     extremes_every_n_steps: int | None = None
+
+    # At which steps `context.parts` is read, and in what the sizes of micro-batches are counted there.
+    parts_every_n_steps: int | None = None
+    part_unit: Weight | None = None
 
     # What it may do to a step: propose anything but skips and stops, multiply gradients, skip, skip what is not finite,
     # end the run, clip elements. These decide what the host is asked and what ranks exchange, whatever comes out.
@@ -81,6 +89,8 @@ class StabilizerCallback(HostCallback):
     clips_values: bool = False
     # Whether it wants the parameters named whose gradient is not finite.
     names_nonfinite: bool = False
+    # Whether it may let the optimizer take steps with a smaller learning rate, by `context.plan.scale_lr`.
+    lowers_lr: bool = False
     # Whether it may ask, by `context.plan.search`, for `localize` before anything is done to the gradients.
     localizes: bool = False
 
@@ -122,6 +132,17 @@ class StabilizerCallback(HostCallback):
 
         Returns:
             Whether the gradients are other ones now, the same on every rank; they are measured anew then.
+        """
+        return False
+
+    def request_search(self, optimizer_index: int = 0) -> bool:
+        """Asked by another callback, on every rank, to have a closer look at the next step.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+
+        Returns:
+            Whether this callback searches at all.
         """
         return False
 
@@ -193,6 +214,14 @@ class StabilizerCallback(HostCallback):
             view: Of the suite's store.
         """
         self._views[optimizer_index] = view
+
+    def attach_more_views(self, optimizer_index: int, views: Sequence[LayerView]) -> None:
+        """Take the views of `more_granularities`, after `attach_view`; the suite calls this.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+            views: In that order, of the same units as the callback's own.
+        """
 
     def detach_view(self, optimizer_index: int) -> None:
         """Let go of the view, and with it of the model, when a run ends; the suite calls this.

@@ -14,6 +14,7 @@ from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.late import LateLog
 from stabilizer.losses import StepLoss
 from stabilizer.plan import LayerPlan
+from stabilizer.step_parts import StepParts
 from stabilizer.view import LayerView
 
 __all__ = ["AfterClip", "Position", "Selection", "StepContext", "StepOutcome"]
@@ -27,11 +28,13 @@ class Position:
         batch_index: Number of the last micro-batch of the step, as the host counts; -1 if it does not.
         num_micro_batches: How many of them this rank has propagated for the step; 0 if that is not known.
         divisor: How many the loss was divided by; 0 if that is not known.
+        epoch: As the host counts; -1 if it does not.
     """
 
     batch_index: int = -1
     num_micro_batches: int = 0
     divisor: int = 0
+    epoch: int = -1
 
     @property
     def is_short(self) -> bool:
@@ -93,6 +96,7 @@ class StepContext:
         is_bad: Whether any gradient is not finite, shape (), bool, the same on every rank.
         position: Which batch the step ends with, and how many micro-batches it has.
         loss: The step's loss over all ranks, for a callback with `loss_weight`; `None` for others.
+        parts: What the step's gradient is made of, for a callback with `parts_every_n_steps` at those steps.
         run: What is known of the run (number of parameters, batch size); `None` where no host says.
         plan: Takes proposals for what is to happen to the gradients; only in `on_gradients`.
         after: Norms after all clips, ours and the host's, if anybody may clip; only in `on_step_end`.
@@ -112,8 +116,10 @@ class StepContext:
         is_bad: Tensor,
         position: Position | None = None,
         loss: StepLoss | None = None,
+        parts: StepParts | None = None,
         run: RunFacts | None = None,
         owner: int = -1,
+        defer: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.step = store.step
         self.optimizer_index = optimizer_index
@@ -123,11 +129,11 @@ class StepContext:
         self.is_scaled = is_scaled
         self.is_bad = is_bad
         self.position = Position() if position is None else position
-        self.loss, self.run = loss, run
+        self.loss, self.parts, self.run = loss, parts, run
         self.after: AfterClip | None = None
         self.outcome: StepOutcome | None = None
         self._selection = selection
-        self._late, self._owner = late, owner
+        self._late, self._owner, self._defer = late, owner, defer
         self._prefix = tag_prefix
 
     def select(self, values: Tensor) -> Tensor:
@@ -141,6 +147,15 @@ class StepContext:
         """
         index = self._selection.index
         return values if index is None else values.index_select(-1, index)
+
+    def defer(self, function: Callable[[], None]) -> None:
+        """Have a function called when this step is closed for all callbacks: to save a checkpoint, or to end the run.
+
+        Args:
+            function: Called on every rank that has asked, in order; what it raises is the callback's fault.
+        """
+        assert self._defer is not None
+        self._defer(function)
 
     def log(self, name: str, value: Tensor | float, *, show: bool = False, finite_only: bool = False) -> None:
         """Log a number under this step; it is written when it has reached the host.

@@ -46,6 +46,7 @@ def make_context(
         may_skip=callback.may_skip,
         may_stop=callback.may_stop,
         localizes=callback.localizes,
+        lowers_lr=callback.lowers_lr,
     )
     return StepContext(
         store=view,

@@ -34,7 +34,7 @@ class Failures:
     @property
     def is_undecided(self) -> bool:
         """Whether a callback that acts is off on this rank and perhaps not on the others: then nobody shall act."""
-        return any(self._callbacks[number].acts for number in self._unsettled)
+        return any(self._callbacks[number].acts or self._callbacks[number].lowers_lr for number in self._unsettled)
 
     def settle(self) -> None:
         """All ranks know who is off."""
@@ -59,7 +59,7 @@ class Failures:
             self.report(f"{type(callback).__name__}.{what}", error, step=step)
         callback.has_failed = True
         self._agreement.fail(number)
-        if callback.acts or callback.localizes:
+        if callback.acts or callback.localizes or callback.lowers_lr:
             self._unsettled.add(number)
 
     def of_measuring(self, error: Exception, *, step: int) -> None:

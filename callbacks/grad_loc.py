@@ -244,7 +244,7 @@ class GradLocCallback(StabilizerCallback):
         """Thresholds of its own, usual numbers of tokens, and when it has searched last."""
         found = {**self._saved, **{index: trigger.state_dict() for index, trigger in self._triggers.items()}}
         searched = {str(index): step for index, step in self._searched.items()}
-        own = {"searched": searched, "num_incidents": self._num_incidents}
+        own = {"searched": searched, "asked": sorted(self._asked), "num_incidents": self._num_incidents}
         return {"triggers": {str(index): found[index] for index in sorted(found)}, **own}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -252,6 +252,7 @@ class GradLocCallback(StabilizerCallback):
         self._triggers.clear()
         self._saved = {int(index): saved for index, saved in state["triggers"].items()}
         self._searched = {int(index): int(step) for index, step in state["searched"].items()}
+        self._asked = set(state.get("asked", ()))
         self._num_incidents = int(state["num_incidents"])
 
     def check_model(self, model: Any) -> None:

@@ -28,6 +28,7 @@ from stabilizer.callbacks.hosting import (
 from stabilizer.callbacks.lightning_replay import LightningReplayer
 from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
 from stabilizer.callbacks.preflight import preflight
+from stabilizer.callbacks.saving import save_with_trainer
 from stabilizer.callbacks.sinks import LightningSink
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
@@ -161,6 +162,10 @@ class LightningDriver:
         self._suites.close(after_exception=after_exception)
         self._suites.replays.stop()
 
+    def save_checkpoint(self, name: str) -> str:
+        """See `save_with_trainer`."""
+        return save_with_trainer(self._trainer, name)
+
     def _is_done(self, number: int, suite: Suite) -> bool:
         """Whether a step is open whose optimizer has moved since it was measured."""
         return suite.is_open and bool(self._trainer.global_step > self._steps_at_run[number])
@@ -179,7 +184,9 @@ class LightningDriver:
                 grad_scale=scale_still_in(scaler, optimizer),
                 is_scaled=scaler is not None,
                 losses=self._suites.tally.take(number),
-                position=Position(self._batch_index, self._num_backwards, self._divisor()),
+                position=Position(
+                    self._batch_index, self._num_backwards, self._divisor(), epoch=int(self._trainer.current_epoch)
+                ),
             )
         return suite
 

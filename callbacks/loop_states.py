@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stabilizer.callbacks.base import StabilizerCallback
@@ -19,6 +19,34 @@ class LoopStates:
     is_closed: bool
     _suites: Suites
     _num_backwards: int
+    _save_fn: Callable[[str], None] | None = None
+
+    def save_with(self, function: Callable[[str], None] | None) -> None:
+        """Say how a checkpoint is saved.
+
+        Args:
+            function: See `attach`.
+        """
+        self._save_fn = function
+
+    @property
+    def can_save(self) -> bool:
+        """Whether anybody has said how a checkpoint is saved."""
+        return self._save_fn is not None
+
+    def save_checkpoint(self, name: str) -> str | None:
+        """Have the loop save a checkpoint; on every rank.
+
+        Args:
+            name: What the loop is told.
+
+        Returns:
+            The name; `None` where the loop has not said how to save.
+        """
+        if self._save_fn is None:
+            return None
+        self._save_fn(name)
+        return name
 
     def state_dict(self) -> dict[str, Any]:
         """States of all callbacks by their `state_key`, for a checkpoint: plain types and CPU tensors."""

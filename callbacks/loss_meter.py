@@ -19,12 +19,13 @@ _STEPS = 3
 
 
 def weights_of(callbacks: Sequence[StabilizerCallback]) -> list[Weight]:
-    """The kinds of weight that callbacks want losses weighed by, in one order.
+    """The kinds of weight that callbacks want losses weighed by, or parts of a step counted in, in one order.
 
     Args:
         callbacks: All of ours.
     """
-    return sorted({callback.loss_weight for callback in callbacks if callback.loss_weight is not None})
+    wanted = {weight for callback in callbacks for weight in (callback.loss_weight, callback.part_unit)}
+    return sorted(weight for weight in wanted if weight is not None)
 
 
 class LossMeter:

@@ -15,7 +15,7 @@ from stabilizer.callbacks.replays import Replays
 from stabilizer.errors import TrainingStoppedError
 from stabilizer.localize.localizer import Localizer
 from stabilizer.localize.maps import blocks_of
-from stabilizer.localize.recording import MicroBatch
+from stabilizer.localize.recording import MicroBatch, Recorder
 from stabilizer.localize.replaying import Replayer
 from stabilizer.localize.tap import Tap
 from stabilizer.store import GradientStore
@@ -114,8 +114,13 @@ class Searches:
         self._model, self._number = model, number
         self._gradients: LocalGradients | None = None
 
+    @property
+    def gradients(self) -> LocalGradients | None:
+        """Local norms of the step at hand; `None` where nobody asks, and before the second step."""
+        return self._gradients
+
     def close_micro_batches(self, store: GradientStore) -> None:
-        """The gradients of a step are complete.
+        """The gradients of a step are complete, and will be measured.
 
         Args:
             store: Of the suite; another one when layers are unfrozen.
@@ -126,6 +131,15 @@ class Searches:
         if self._gradients is None or self._gradients.store is not store:
             self.close()
             self._gradients = self._replays.gradients_of(self._number, self._model, store)
+
+    def compare(self, store: GradientStore) -> None:
+        """The gradients of a step are measured.
+
+        Args:
+            store: Of the suite.
+        """
+        if self._replays is not None:
+            self._replays.compare(store)
 
     def run(
         self,
@@ -167,24 +181,31 @@ class Searches:
         return StepReplay(
             store=store,
             replayer=self._replays.replayer,
-            micro_batches=[] if recorder is None else recorder.micro_batches,
+            micro_batches=recorder.micro_batches if isinstance(recorder, Recorder) else [],
             gradients=self._gradients,
             grad_scale=grad_scale,
             reason=MOVED if recorder is not None and self._replays.has_moved else None,
         )
 
-    def end_step(self, *, is_kept: bool = True) -> None:
+    def end_step(self, *, next_step: int, is_kept: bool = True) -> None:
         """The step is over.
 
         Args:
+            next_step: Number of the next one.
             is_kept: Whether the optimizer has moved.
         """
+        working = [callback for callback in self._callbacks if not callback.has_failed]
+        localizes = any(callback.localizes for callback in working)
+        intervals = [callback.parts_every_n_steps for callback in working if callback.parts_every_n_steps is not None]
         if self._replays is not None:
             self._replays.end_step()
-            if not any(callback.localizes and not callback.has_failed for callback in self._callbacks):
+            if not localizes:
+                self._replays.drop_batches()
+            if not localizes and not intervals:
                 self.stop()
         if self._gradients is not None:
-            self._gradients.local.end_step(is_kept=is_kept)
+            self._gradients.end_step(is_kept=is_kept)
+            self._gradients.pause(not localizes and all(next_step % interval for interval in intervals))
 
     def stop(self) -> None:
         """Nothing can be searched any more: keep nothing for it."""

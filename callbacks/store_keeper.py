@@ -85,7 +85,9 @@ class StoreKeeper:
         intervals = {callback.max_abs_every_n_steps for callback in self._callbacks}
         store = GradientStore(
             index,
-            granularities=[callback.granularity for callback in self._callbacks],
+            granularities=[
+                one for callback in self._callbacks for one in (callback.granularity, *callback.more_granularities)
+            ],
             norm_types={callback.norm_type for callback in self._callbacks},
             ring=max(callback.history for callback in self._callbacks),
             max_abs_every_n_steps=[interval for interval in intervals if interval is not None],
@@ -99,6 +101,8 @@ class StoreKeeper:
         for callback in self._callbacks:
             view = store.view(callback.granularity, callback.norm_type)
             callback.attach_view(self._optimizer_index, view)
+            more = [store.view(granularity, callback.norm_type) for granularity in callback.more_granularities]
+            callback.attach_more_views(self._optimizer_index, more)
             self.selections.append(Selection(view, callback.choose(names)))
         self.missing = MissingGradients(index)
         return store

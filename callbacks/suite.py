@@ -14,12 +14,13 @@ from stabilizer.callbacks.agreement import Agreement
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position, StepContext
 from stabilizer.callbacks.contexts import make_context
+from stabilizer.callbacks.deferred import Deferred
 from stabilizer.callbacks.failures import Failures
 from stabilizer.callbacks.hosting import JOINED, is_joined
-from stabilizer.callbacks.loss_meter import LossMeter
 from stabilizer.callbacks.replays import Replays
 from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.callbacks.searches import Searches
+from stabilizer.callbacks.step_meters import StepMeters
 from stabilizer.callbacks.store_keeper import StoreKeeper
 from stabilizer.errors import TrainingStoppedError, warn
 from stabilizer.late import LateLog, Sink, answers_soon
@@ -70,7 +71,7 @@ class Suite:
         self._facts = facts
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
         self._failures = Failures(self.callbacks, self._agreement)
-        self._meter = LossMeter(self.callbacks)
+        self._meters = StepMeters(self.callbacks)
         self._keeper = StoreKeeper(
             self.callbacks,
             model=model,
@@ -80,6 +81,7 @@ class Suite:
             num_flags=self._agreement.num_flags,
         )
         self._contexts: list[StepContext] = []
+        self._deferred = Deferred(self._failures)
         self._actor = Actor(self.callbacks, model)
         self._searches = Searches(self.callbacks, replays, model=model, number=optimizer_index)
         self._position = Position()
@@ -110,7 +112,7 @@ class Suite:
         self._failures.write(self.late, before=self.step, step=self.step)
         self.is_open, self._contexts = True, []
         self._position = Position() if position is None else position
-        self._meter.check_window(self.step, self._position)
+        self._meters.check_window(self.step, self._position)
         if store is None:
             return
         is_due = world_size() > 1 and self._agreement.is_due(self.step)
@@ -121,11 +123,12 @@ class Suite:
             return
         self._agreement.request_replan(store.needs_replan)
         flags = self._agreement.flags(store.device)
-        sums = self._meter.pack(self.step, losses, device=store.device)
+        self._searches.close_micro_batches(store)
+        sums = self._meters.pack(self.step, losses, self._searches.gradients, store=store)
         measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, sums=sums, compare=is_due, keep=True)
         if is_due:
             self._agreement.note(measurement)
-        failure = self._meter.read(measurement.sums)
+        failures = self._meters.read(measurement)
         plan = self._actor.begin(store, measurement, grad_scale=grad_scale, is_scaled=is_scaled)
         if store.failure is not None:
             self._failures.of_measuring(store.failure, step=self.step)
@@ -133,12 +136,12 @@ class Suite:
             self._decide(has_failed=True)
             self._act(losses)
             return
-        self._searches.close_micro_batches(store)
+        self._searches.compare(store)
         self._keeper.missing.see(measurement)
-        for number, callback in enumerate(self.callbacks):
-            if failure is not None and callback.loss_weight is not None:
-                self._failures.of_callback(number, "loss", failure, step=self.step)
-        self._note_run()
+        self._meters.tell(failures, self._failures)
+        if self._facts is not None:
+            accumulation = self._position.divisor or self._position.num_micro_batches
+            self._facts.conclude(self._model, accumulation=accumulation, sink=self.late.sink, step=self.step)
         self._settle(store, plan, flags=flags, grad_scale=grad_scale, is_scaled=is_scaled)
         self._act(losses)
 
@@ -192,11 +195,12 @@ class Suite:
             self._each("on_step_end")
         finally:
             self._actor.end(self.optimizer)
-            self._searches.end_step()
+            self._searches.end_step(next_step=self.step + 1)
             self.late.close_step(self.step)
             for callback in self.callbacks:
                 callback.advance(self._optimizer_index, self.step)
             self.step += 1
+        self._deferred.call(step=self.step - 1)
 
     def abandon(self) -> None:
         """Forget the step at hand: the optimizer has not moved."""
@@ -204,8 +208,9 @@ class Suite:
             self.is_open = False
             self._actor.end(self.optimizer)
             self.late.forget()
-            self._meter.drop()
-            self._searches.end_step(is_kept=False)
+            self._deferred.clear()
+            self._meters.drop()
+            self._searches.end_step(next_step=self.step, is_kept=False)
 
     def close(self, *, is_end: bool = True, after_exception: bool = False) -> None:
         """Write everything that is on its way, and let go of the model.
@@ -232,11 +237,6 @@ class Suite:
                 )
                 detach(self._optimizer_index)
 
-    def _note_run(self) -> None:
-        if self._facts is not None:
-            accumulation = self._position.divisor or self._position.num_micro_batches
-            self._facts.conclude(self._model, accumulation=accumulation, sink=self.late.sink, step=self.step)
-
     def _propose(self, plan: StepPlan, *, is_scaled: bool) -> None:
         store = self._keeper.store
         assert store is not None
@@ -252,8 +252,9 @@ class Suite:
                 is_scaled=is_scaled,
                 is_bad=self._actor.is_bad,
                 position=self._position,
-                loss=self._meter.loss_for(callback),
                 run=self._facts,
+                defer=functools.partial(self._deferred.add, number),
+                **self._meters.found_for(callback),
             )
             for number, callback in enumerate(self.callbacks)
         ]

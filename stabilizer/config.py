@@ -12,7 +12,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,9 @@ FEATURES: Mapping[str, str] = {
     "layer_clip": "stabilizer.callbacks.layer_clip.LayerClipCallback",
     "adaptive_clip": "stabilizer.callbacks.adaptive_clip.AdaptiveClipThreshold",
     "grad_loc": "stabilizer.callbacks.grad_loc.GradLocCallback",
+    "grad_noise_scale": "stabilizer.callbacks.grad_noise_scale.GradNoiseScaleCallback",
+    "early_warning": "stabilizer.callbacks.early_warning.EarlyWarningCallback",
+    "layer_health": "stabilizer.callbacks.layer_health.LayerHealthCallback",
 }
 
 #: Name -> feature -> arguments. "safe" is what `recommended` gives.
@@ -278,12 +281,14 @@ def _choices(hint: Any) -> list[str]:
         return [choice for part in sorted(inner, key=lambda part: part is not type(None)) for choice in _choices(part)]
     if origin is typing.Literal:
         return [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in inner]
+    if origin is Callable or hint is Callable:
+        return ["the import path of a function"]
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return [f"a mapping of {_listed(_choices(inner[0]))} to {_listed(_choices(inner[1]))}"]
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return [f"a list in which each item is {_listed(_choices(inner[0]))}"]
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    return [words.get(hint, getattr(hint, "__name__", str(hint)))]
+    return ["any value" if hint is Any else words.get(hint, getattr(hint, "__name__", str(hint)))]
 
 
 def _listed(choices: Sequence[str]) -> str:

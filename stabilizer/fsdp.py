@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["check_shards", "dtensor_class", "fsdp1_shard_sizes", "has_fsdp1", "has_fsdp2", "reshard"]
+__all__ = ["check_shards", "dtensor_class", "fsdp1_shard_sizes", "fsdp2_groups", "has_fsdp1", "has_fsdp2", "reshard"]
 
 
 def dtensor_class() -> type | None:
@@ -77,6 +77,20 @@ def has_fsdp2(model: nn.Module) -> bool:
     """Whether any part of a model is sharded by `fully_shard`."""
     fsdp2 = _fsdp2_class()
     return fsdp2 is not None and any(isinstance(part, fsdp2) for part in model.modules())
+
+
+def fsdp2_groups(modules: Iterable[nn.Module]) -> list[Any]:
+    """What FSDP2 itself keeps of the parameters of its units: private, and moved with torch 2.12.
+
+    Args:
+        modules: Those that are no units count for nothing.
+    """
+    fsdp2 = _fsdp2_class()
+    units: list[Any] = [module for module in modules if fsdp2 is not None and isinstance(module, fsdp2)]
+    groups: list[Any] = []
+    for state in (unit._get_fsdp_state() for unit in units):
+        groups += state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reshard(model: nn.Module) -> None:

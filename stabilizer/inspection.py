@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stabilizer.fsdp import dtensor_class
+from stabilizer.fsdp import dtensor_class, fsdp2_groups
 from stabilizer.reduction import world_size
 
 __all__ = ["Reduction", "compute_shapes", "reductions", "whole_sizes"]
@@ -128,11 +128,7 @@ def _flat_parameters(model: nn.Module) -> Iterator[Any]:
 
 def _fsdp2_parameters(module: Any) -> list[Any]:
     """What FSDP2 itself keeps of the parameters of one unit."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # one group at most, before torch 2.12
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return [shard for group in groups for shard in group.fsdp_params]
+    return [shard for group in fsdp2_groups([module]) for shard in group.fsdp_params]
 
 
 def _ddp_dtype(wrapper: Any, own: torch.dtype) -> torch.dtype | str:

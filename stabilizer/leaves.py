@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from stabilizer.fsdp import dtensor_class
+from stabilizer.fsdp import dtensor_class, fsdp2_groups
 from stabilizer.parameters import ParameterIndex
 from stabilizer.reduction import world_size
 
@@ -103,16 +103,12 @@ def _fsdp1_leaves(model: nn.Module, positions: Mapping[Tensor, int]) -> list[Lea
 
 
 def _fsdp2_leaves(model: nn.Module, positions: Mapping[Tensor, int]) -> list[Leaf]:
-    module = sys.modules.get("torch.distributed.fsdp")
-    units = [] if module is None else [unit for unit in model.modules() if isinstance(unit, module.FSDPModule)]
     leaves = []
-    for state in (unit._get_fsdp_state() for unit in units):
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
-            position = positions.get(parameter.sharded_param)
-            if position is not None:
-                # Made by the first forward pass and kept from then on; only its memory comes and goes.
-                gathered = functools.partial(getattr, parameter, "_unsharded_param", None)
-                num_ranks = parameter.sharded_param.device_mesh.size()
-                leaves.append(Leaf(gathered, [position], num_ranks=num_ranks))
+    for parameter in (parameter for group in fsdp2_groups(model.modules()) for parameter in group.fsdp_params):
+        position = positions.get(parameter.sharded_param)
+        if position is not None:
+            # Made by the first forward pass and kept from then on; only its memory comes and goes.
+            gathered = functools.partial(getattr, parameter, "_unsharded_param", None)
+            num_ranks = parameter.sharded_param.device_mesh.size()
+            leaves.append(Leaf(gathered, [position], num_ranks=num_ranks))
     return leaves

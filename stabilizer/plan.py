@@ -46,6 +46,7 @@ class StepPlan:
         stops: Wishes to end the run.
         limits: Largest absolute value of an element by unit, shape (units,); `None` if nobody clips by value.
         limited: Units that have such a limit, as the host knows them.
+        lr_factor: What the learning rates are multiplied by for this step.
         zeroed: Units whose gradient is to be zero, shape (units,), bool; `None` if nobody may ask for it.
     """
 
@@ -57,6 +58,7 @@ class StepPlan:
         self.limits: Tensor | None = None
         self.limited: frozenset[int] = frozenset()
         self.zeroed: Tensor | None = None
+        self.lr_factor = 1.0
         self._units: Tensor | None = None
         self._total: Tensor | None = None
         self._squares_after: Tensor | None = None
@@ -188,9 +190,16 @@ class LayerPlan:
         may_skip: bool = True,
         may_stop: bool = True,
         localizes: bool = True,
+        lowers_lr: bool = True,
     ) -> None:
         self._plan, self._view = plan, view
-        self._rights = {"acts": may_act, "may_skip": may_skip, "may_stop": may_stop, "localizes": localizes}
+        self._rights = {
+            "acts": may_act,
+            "may_skip": may_skip,
+            "may_stop": may_stop,
+            "localizes": localizes,
+            "lowers_lr": lowers_lr,
+        }
 
     def clip_layers(self, coefficients: Tensor) -> None:
         """Multiply layers' gradients.
@@ -245,6 +254,17 @@ class LayerPlan:
         """
         self._plan.stops.append(Stop(self._checked("may_stop", flag) != 0, describe))
 
+    def scale_lr(self, factor: float) -> None:
+        """Let the optimizer take this step with a smaller learning rate; schedulers and checkpoints see nothing of it.
+
+        Args:
+            factor: In (0, 1], the same on every rank; several multiply.
+        """
+        self._check("lowers_lr")
+        if not 0 < factor <= 1:
+            raise ValueError(f"factor={factor!r}: expected a number in (0, 1]")
+        self._plan.lr_factor *= factor
+
     def search(self, flag: Tensor) -> None:
         """Have `localize` called before anything is done to the gradients. The host waits for the flag.
 
@@ -262,13 +282,16 @@ class LayerPlan:
         """Norm of what the plan leaves of all gradients so far, shape (), float32."""
         return self._view.norms_of_squares(self._plan.squares_after)[1]
 
-    def _checked(self, right: str, value: Tensor | float, *shape: int) -> Tensor:
-        """A proposal as it must be; a mistake is one here, in the hook that made it, and on every rank."""
+    def _check(self, right: str) -> None:
         if not self._rights[right]:
             raise ValueError(
                 f"a callback that proposes this must say so before the run, for all ranks to know: {right} = True in "
                 "its class"
             )
+
+    def _checked(self, right: str, value: Tensor | float, *shape: int) -> Tensor:
+        """A proposal as it must be; a mistake is one here, in the hook that made it, and on every rank."""
+        self._check(right)
         tensor = torch.as_tensor(value, device=self._plan.squares.device)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"a proposal of shape {tuple(tensor.shape)}: expected {shape}")

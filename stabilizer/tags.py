@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
+    "ALARM",
+    "ALARM_TEXT",
     "ALL_TAGS",
     "CLIP_LAYER_COEFFICIENT",
     "CLIP_LAYER_RATE",
@@ -10,6 +12,16 @@ __all__ = [
     "CLIP_TOTAL_COEFFICIENT",
     "CLIP_TOTAL_RATE",
     "CLIP_TOTAL_THRESHOLD",
+    "FINDING",
+    "FINDING_TEXT",
+    "GNS_ADVICE",
+    "GNS_GRAD_SQ",
+    "GNS_LAYER",
+    "GNS_NOISE_SCALE",
+    "GNS_RATIO_TO_BATCH",
+    "GNS_RELIABLE",
+    "GNS_STDERR",
+    "GNS_TRACE",
     "GRADLOC_INCIDENT",
     "GRADLOC_INCIDENTS",
     "GRADLOC_PASSES",
@@ -35,6 +47,8 @@ __all__ = [
     "SKIP_CONSECUTIVE",
     "SKIP_COUNT",
     "SKIP_OVERFLOWS",
+    "WARNING_LEVEL",
+    "WARNING_TEXT",
     "of_window",
     "prefix",
 ]
@@ -55,6 +69,9 @@ LOSS_MIN = "loss/min"
 LOSS_MAX = "loss/max"
 LOSS_MAX_RANK = "loss/max_rank"
 LOSS_NONFINITE = "loss/nonfinite"
+# The kind of alarm follows; and what it says.
+ALARM = "alarm"
+ALARM_TEXT = "alarm/text"
 CLIP_LAYER_COEFFICIENT = "clip/layer_coefficient"
 CLIP_LAYER_RATE = "clip/layer_rate"
 CLIP_LAYER_THRESHOLD = "clip/layer_threshold"
@@ -64,12 +81,28 @@ CLIP_TOTAL_THRESHOLD = "clip/total_threshold"
 SKIP_CONSECUTIVE = "skip/consecutive"
 SKIP_COUNT = "skip/count"
 SKIP_OVERFLOWS = "skip/overflows"
+# The kind of finding follows; 0 is none, 1 "info", 2 "warning", 3 "alarm".
+FINDING = "finding"
+# A text.
+FINDING_TEXT = "finding/text"
 GRADLOC_INCIDENTS = "gradloc/incidents"
 GRADLOC_PASSES = "gradloc/passes"
 GRADLOC_SECONDS = "gradloc/seconds"
 # A text, and pictures by name.
 GRADLOC_INCIDENT = "gradloc/incident"
 GRADLOC_PICTURES = "gradloc"
+GNS_NOISE_SCALE = "gns/noise_scale"
+GNS_GRAD_SQ = "gns/grad_sq"
+GNS_TRACE = "gns/trace"
+GNS_STDERR = "gns/stderr"
+GNS_RATIO_TO_BATCH = "gns/ratio_to_batch"
+GNS_RELIABLE = "gns/reliable"
+GNS_LAYER = "gns/layer"
+# A text.
+GNS_ADVICE = "gns/advice"
+WARNING_LEVEL = "warning/level"
+# A text.
+WARNING_TEXT = "warning/text"
 # A text, not a number: what the run is like, in JSON, and what a threshold's `calibrated_for` may hold of it.
 RUN = "stabilizer/run"
 RUN_FIELDS = ("num_params", "world_size", "accumulation", "batch", "precision")
@@ -91,6 +124,7 @@ ALL_TAGS = frozenset(
         LOSS_MAX,
         LOSS_MAX_RANK,
         LOSS_NONFINITE,
+        ALARM,
         CLIP_LAYER_COEFFICIENT,
         CLIP_LAYER_RATE,
         CLIP_LAYER_THRESHOLD,
@@ -100,9 +134,18 @@ ALL_TAGS = frozenset(
         SKIP_CONSECUTIVE,
         SKIP_COUNT,
         SKIP_OVERFLOWS,
+        FINDING,
         GRADLOC_INCIDENTS,
         GRADLOC_PASSES,
         GRADLOC_SECONDS,
+        GNS_NOISE_SCALE,
+        GNS_GRAD_SQ,
+        GNS_TRACE,
+        GNS_STDERR,
+        GNS_RATIO_TO_BATCH,
+        GNS_RELIABLE,
+        GNS_LAYER,
+        WARNING_LEVEL,
     }
 )
 

@@ -141,6 +141,17 @@ class LayerView:
         layers = self._segments.sum(squares).sqrt().to(torch.float32)
         return layers, squares.sum().sqrt().to(torch.float32)
 
+    def sums_of(self, values: Tensor) -> Tensor:
+        """Sums by layer of what is known by unit.
+
+        Args:
+            values: Shape (units,).
+
+        Returns:
+            Shape (layers,).
+        """
+        return self._segments.sum(values)
+
     def norms_after(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
         """Norms of what a plan leaves of the gradients; a clip by value is not in them.
 

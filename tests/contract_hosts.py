@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests.accelerate_loops import make_accelerator, make_optimizer
 from tests.lightning_models import BATCH_SIZE, PACKAGES, expected_batches, make_module, make_trainer
 from tests.loggers import Points, points_of, row_logger
 from tests.models import loss_of, make_transformer
+from tests.spread import no_sync
 
 __all__ = ["EPOCH", "HOSTS", "Host", "OutOfDataError", "Wrapped", "make_host"]
 
@@ -40,13 +41,14 @@ class Host(abc.ABC):
     Args:
         rank: This rank.
         num_ranks: Number of ranks: the world size of the launcher's call.
+        num_micro_batches: Micro-batches accumulated in a step.
 
     Attributes:
         rows: Values and step, as they were logged in the last training.
     """
 
-    def __init__(self, *, rank: int = 0, num_ranks: int = 1) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(self, *, rank: int = 0, num_ranks: int = 1, num_micro_batches: int = 1) -> None:
+        self.rank, self.num_ranks, self.num_micro_batches = rank, num_ranks, num_micro_batches
         self.rows: list[tuple[dict[str, float], int]] = []
 
     @property
@@ -98,7 +100,7 @@ class _Lightning(Host):
     ) -> dict[str, Tensor]:
         logger = row_logger(self.package)
         self.rows = logger.rows
-        length = EPOCH * BATCH_SIZE * self.num_ranks
+        length = EPOCH * BATCH_SIZE * self.num_ranks * self.num_micro_batches
         self._module = make_module("transformer", package=self.package, optimizer="adamw", length=length)
         original = self._module.training_step
 
@@ -114,6 +116,7 @@ class _Lightning(Host):
             devices=self.num_ranks,
             package=self.package,
             max_steps=num_steps,
+            accumulate_grad_batches=self.num_micro_batches,
             callbacks=list(callbacks),
             logger=logger,
         )
@@ -173,18 +176,25 @@ class _Loop(Host):
         with self._handle:
             first = 0 if load is None else self._load(load, bare, optimizer)
             for step in range(first, num_steps):
-                batch = expected_batches("transformer", step % EPOCH, num_ranks=self.num_ranks)[self.rank]
-                if callbacks:
-                    self._handle.record_batch(batch)
-                loss = loss_of(model, batch)
-                if step == breaks_at:
-                    raise OutOfDataError
-                self._backward(loss, batch)
-                optimizer.step()
-                optimizer.zero_grad()
+                for number, batch in enumerate(self._batches(step), start=1):
+                    with self._accumulate(model, is_last=number == self.num_micro_batches) as steps:
+                        if callbacks:
+                            self._handle.record_batch(batch)
+                        loss = loss_of(model, batch)
+                        if step == breaks_at:
+                            raise OutOfDataError
+                        self._backward(loss, batch)
+                        if steps:
+                            optimizer.step()
+                            optimizer.zero_grad()
             if save is not None:
                 self._save(save, bare, optimizer, num_steps)
         return _weights(bare)
+
+    def _batches(self, step: int) -> list[Any]:
+        """This rank's, of a step."""
+        size = {"num_ranks": self.num_ranks, "num_micro_batches": self.num_micro_batches}
+        return expected_batches("transformer", step % EPOCH, **size)[self.rank :: self.num_ranks]
 
     def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
         self._handle.close()
@@ -193,6 +203,12 @@ class _Loop(Host):
 
     @abc.abstractmethod
     def _prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]: ...
+
+    @contextlib.contextmanager
+    def _accumulate(self, model: Any, *, is_last: bool) -> Iterator[bool]:
+        """Around a micro-batch; yields whether the optimizer is called after it."""
+        with contextlib.nullcontext() if is_last else no_sync(model):
+            yield is_last
 
     @abc.abstractmethod
     def _backward(self, loss: Tensor, batch: Any) -> None: ...
@@ -206,9 +222,16 @@ class _Loop(Host):
 
 class _Accelerate(_Loop):
     def _prepare(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        self.accelerator = make_accelerator("ddp" if self.num_ranks > 1 else "single")
+        self.accelerator = make_accelerator(
+            "ddp" if self.num_ranks > 1 else "single", gradient_accumulation_steps=self.num_micro_batches
+        )
         wrapped, stepper = self.accelerator.prepare(model, optimizer)
         return wrapped, stepper
+
+    @contextlib.contextmanager
+    def _accumulate(self, model: Any, *, is_last: bool) -> Iterator[bool]:
+        with self.accelerator.accumulate(model):
+            yield True
 
     def _backward(self, loss: Tensor, batch: Any) -> None:
         self.accelerator.backward(loss)
@@ -227,9 +250,9 @@ class _Plain(_Loop):
         return (DistributedDataParallel(model) if self.num_ranks > 1 else model), optimizer
 
     def _backward(self, loss: Tensor, batch: Any) -> None:
-        loss.backward()
+        (loss / self.num_micro_batches).backward()
         if hasattr(self._handle, "record_loss"):
-            self._handle.record_loss(loss, weight=batch[1].numel())
+            self._handle.record_loss(loss, weight=len(batch[1]))
 
     def _save(self, folder: Path, model: nn.Module, optimizer: Any, num_steps: int) -> None:
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "num_steps": num_steps}

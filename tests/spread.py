@@ -15,7 +15,7 @@ from stabilizer.names import clean_name
 from tests import sharding
 from tests.models import loss_of, make_transformer, token_batch
 
-__all__ = ["CASES", "Case", "backward", "spread", "whole_gradients"]
+__all__ = ["CASES", "Case", "backward", "no_sync", "spread", "sum_by_hand", "whole_gradients"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +93,26 @@ def backward(model: nn.Module, strategy: str, data_rank: int, *, num_micro_batch
     """
     for micro_batch in range(num_micro_batches):
         is_last = micro_batch == num_micro_batches - 1
-        with contextlib.nullcontext() if is_last else _no_sync(model):
+        with contextlib.nullcontext() if is_last else no_sync(model):
             loss = loss_of(model, token_batch(data_rank, step=step, micro_batch=micro_batch))
             (loss / num_micro_batches).backward()
     if strategy == "ddp_tp":
-        group = sharding.mesh_2d(2, 2)["data"].get_group()
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                continue
-            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
-            torch.distributed.all_reduce(local, group=group)
-            local.div_(2)
+        sum_by_hand(model)
+
+
+def sum_by_hand(model: nn.Module) -> None:
+    """Average the gradients of "ddp_tp" over its replicas; a collective.
+
+    Args:
+        model: As `spread` gave it.
+    """
+    group = sharding.mesh_2d(2, 2)["data"].get_group()
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        torch.distributed.all_reduce(local, group=group)
+        local.div_(2)
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -117,7 +126,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 @contextlib.contextmanager
-def _no_sync(model: Any) -> Iterator[None]:
+def no_sync(model: Any) -> Iterator[None]:
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(False)
         yield

@@ -84,7 +84,10 @@ def test_docs() -> None:
     wanted = [
         (TABLE["classes"][name]["key"], argument, default)
         for name in CLASSES
-        for argument, default in TABLE["classes"][name]["arguments"].items()
+        for argument, default in {
+            **TABLE["classes"][name]["arguments"],
+            **TABLE["additions"].get(name, {}),
+        }.items()
     ]
     wanted += [("all", *item) for item in {**TABLE["common"], **TABLE["additions"]["all"]}.items()]
     assert sorted(map(repr, rows)) == sorted(map(repr, wanted))

@@ -29,6 +29,9 @@ GRAD_NORM_ARGUMENTS = (
     "progress_bar, layers, exclude, granularity, name, strict"
 )
 
+BY_PATH = "and functions by their import path"
+ACTIONS = '"log", "record", "call", "save_checkpoint", "localize", "lower_lr", "stop"'
+
 
 def settings(callback: StabilizerCallback) -> dict[str, Any]:
     """What a callback does, as far as its arguments say."""
@@ -71,6 +74,14 @@ GOOD: list[tuple[str, list[StabilizerCallback]]] = [
     ("grad_norm: {name: 2020-01-01}", [GradNormCallback(name="2020-01-01")]),
     ("grad_norm: {name: '${HOME}'}", [GradNormCallback(name="${HOME}")]),
     ("loss_mean_var: {windows: [5, 50], on_alarm: []}", [LossMeanVarCallback(windows=(5, 50), on_alarm=())]),
+    (
+        "loss_mean_var: {on_alarm: [stop, record, {name: lower_lr, factor: 0.1}, builtins.print]}",
+        [LossMeanVarCallback(on_alarm=["record", print, {"name": "lower_lr", "factor": 0.1}, "stop"])],
+    ),
+    (
+        "loss_mean_var: {on_alarm: [{name: call, function: builtins.print}, {name: record, path: '5'}]}",
+        [LossMeanVarCallback(on_alarm=[print, {"name": "record", "path": "5"}])],
+    ),
     ("preset: safe", recommended()),
     ("preset: safe\ngrad_norm: true", recommended()),
     (
@@ -177,7 +188,22 @@ BAD: list[tuple[str | bytes, str]] = [
         "loss_mean_var.windows=[5, '6']: expected a list in which each item is a whole number",
     ),
     ("loss_mean_var: {weight: token}", 'loss_mean_var.weight=\'token\': expected "auto", "tokens" or "samples"'),
-    ("loss_mean_var: {on_alarm: [x]}", "loss_mean_var.on_alarm=['x']: expected a list in which each item is \"log\""),
+    (
+        "loss_mean_var: {on_alarm: [lower_rl]}",
+        f"loss_mean_var.on_alarm: 'lower_rl': allowed are {ACTIONS}, {BY_PATH}; the closest is lower_lr",
+    ),
+    (
+        "loss_mean_var: {on_alarm: [{factor: 0.5}]}",
+        f"loss_mean_var.on_alarm: {{'factor': 0.5}}: expected one of {ACTIONS}, a mapping with its name, or a function",
+    ),
+    (
+        "loss_mean_var: {on_alarm: [{name: lower_lr, by: 0.5}]}",
+        "loss_mean_var.on_alarm: lower_lr: 'by' is no argument; known are factor, num_steps",
+    ),
+    (
+        "loss_mean_var: {on_alarm: [{name: lower_lr, factor: 2}]}",
+        "loss_mean_var.on_alarm: lower_lr: factor=2: expected a number above 0 and below 1",
+    ),
     ("grad_norm: {every_n_steps: 0}", "grad_norm.every_n_steps=0: expected a whole number of steps, at least 1"),
     (
         "grad_norm: {enabled: false, history: -1}",

@@ -16,7 +16,7 @@ import stabilizer.callbacks
 from stabilizer import tags
 from stabilizer.callbacks import GradLocCallback, StabilizerCallback
 from stabilizer.errors import StabilizerWarning
-from tests.contract_hosts import EPOCH, HOSTS, OutOfDataError, make_host
+from tests.contract_hosts import EPOCH, HOSTS, Host, OutOfDataError, make_host
 from tests.launcher import run_distributed
 from tests.lightning_models import make_module, make_trainer
 from tests.states import Copier, same
@@ -53,6 +53,11 @@ def _is_known(tag: str) -> bool:
     return any(re.fullmatch(rf"{re.escape(known)}(/.+|_\d+)?", tag) for known in tags.ALL_TAGS)
 
 
+def _host(kind: Any, name: str, **options: Any) -> Host:
+    """With two micro-batches a step for those that compare them."""
+    return make_host(name, num_micro_batches=1 if kind().parts_every_n_steps is None else 2, **options)
+
+
 def _busy(kind: Any, **options: Any) -> Any:
     """One that logs all it can at every step, or at every n-th."""
     every = options.pop("every_n_steps", 1)
@@ -62,6 +67,11 @@ def _busy(kind: Any, **options: Any) -> Any:
     if issubclass(kind, GradLocCallback):
         return kind(**intervals, **{**SEARCHING, **options})
     return kind(**intervals, **{name: 1 for name in names if name == "warmup_steps"}, **options)
+
+
+def _often(kind: Any) -> dict[str, int]:
+    """Looks at every step, and logs what it logs then."""
+    return {name: 1 for name in ("every_n_steps", "log_every_n_steps") if name in inspect.signature(kind).parameters}
 
 
 def _observing(kind: Any) -> dict[str, Any]:
@@ -93,7 +103,7 @@ def test_is_a_callback_of_both_packages(kind: Any) -> None:
 @on_every_host
 def test_trains_and_changes_nothing_while_it_observes(kind: Any, host_name: str) -> None:
     """The weights are those of a run without the callback, bit for bit."""
-    host, weights = make_host(host_name), []
+    host, weights = _host(kind, host_name), []
     for callbacks in ([], [kind(**_observing(kind))]):
         weights.append(host.train(callbacks, num_steps=6))
         assert [callback.next_step() for callback in callbacks] == [6] * len(callbacks)
@@ -103,7 +113,7 @@ def test_trains_and_changes_nothing_while_it_observes(kind: Any, host_name: str)
 def test_logs_the_same_numbers_at_the_same_steps_on_every_host(kind: Any) -> None:
     logged = {}
     for name in HOSTS:
-        host = make_host(name)
+        host = _host(kind, name)
         host.train([_busy(kind, every_n_steps=2)], num_steps=6)
         logged[name] = host.points
     expected = logged.pop(HOSTS[0])
@@ -114,7 +124,7 @@ def test_logs_the_same_numbers_at_the_same_steps_on_every_host(kind: Any) -> Non
 
 @on_every_host
 def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
-    host = make_host(host_name)
+    host = _host(kind, host_name)
     options = _observing(kind)  # two that clip would see one another's gradients
     host.train([_busy(kind, **options), _busy(kind, name="again", **options)], num_steps=4)
     ours = {key: value for key, value in host.points.items() if not key[0].startswith("again/")}
@@ -127,7 +137,7 @@ def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
 def test_state_goes_round(kind: Any, host_name: str, tmp_path: Path) -> None:
     callback = kind()
     fresh = callback.state_dict()
-    make_host(host_name).train([callback])
+    _host(kind, host_name).train([callback])
     assert callback.next_step() == 3
     for state in (fresh, callback.state_dict()):
         torch.save(state, tmp_path / "state.pt")
@@ -143,7 +153,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: Any, host_name: str, is_bu
     """Bit for bit: weights, states and logged rows. A run that ends may log more at its end."""
     # What is counted in the first step of a run is not searched: the local norms of it are not known.
     every = 2 if kind.localizes else 1
-    host, make = make_host(host_name), functools.partial(_busy, kind, every_n_steps=every) if is_busy else kind
+    host, make = _host(kind, host_name), functools.partial(_busy, kind, every_n_steps=every) if is_busy else kind
     whole, first, second = make(), make(), make()
     weights = host.train([whole], num_steps=2 * EPOCH)
     expected = host.points
@@ -162,7 +172,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: Any, host_name: str, is_bu
 def test_can_be_copied_and_pickled_at_any_time(kind: Any, host_name: str) -> None:
     callback = kind(every_n_steps=1)
     during, after = Copier(callback), Copier(callback)
-    make_host(host_name).train([callback, during])
+    _host(kind, host_name).train([callback, during])
     after.on_step_end(None)  # type: ignore[arg-type]
     assert len(during.states) == 3
     for state, *copies in (*during.states, *after.states):
@@ -171,7 +181,7 @@ def test_can_be_copied_and_pickled_at_any_time(kind: Any, host_name: str) -> Non
 
 @on_every_host
 def test_ends_more_than_once(kind: Any, host_name: str) -> None:
-    host, callback = make_host(host_name), kind()
+    host, callback = _host(kind, host_name), kind()
     host.train([callback])
     state, points = callback.state_dict(), host.points
     host.end_again([callback])
@@ -188,7 +198,7 @@ def test_other_stages_than_fit_are_none_of_its_business(kind: Any) -> None:
 
 @on_every_host
 def test_an_exception_in_the_loop_leaves_all_rows_written(kind: Any, host_name: str) -> None:
-    host, whole, callback = make_host(host_name), _busy(kind), _busy(kind)
+    host, whole, callback = _host(kind, host_name), _busy(kind), _busy(kind)
     host.train([whole], num_steps=2)
     expected = host.points
     with pytest.raises(OutOfDataError):
@@ -207,14 +217,14 @@ def _failing(kind: Any, **options: Any) -> Any:
             raise RuntimeError("a fault of ours")
 
     failing = type("Failing", (kind,), {"on_gradients": on_gradients})
-    return failing(every_n_steps=1, **_observing(kind), **options)
+    return failing(**_often(kind), **_observing(kind), **options)
 
 
 @on_every_host
 def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pytest.LogCaptureFixture) -> None:
-    host = make_host(host_name)
+    host = _host(kind, host_name)
     weights = host.train([])
-    callback, sound = _failing(kind), kind(every_n_steps=1, name="sound", **_observing(kind))
+    callback, sound = _failing(kind), kind(name="sound", **_often(kind), **_observing(kind))
     with caplog.at_level(logging.ERROR, "stabilizer"):
         assert _equal_weights(host.train([callback, sound]), weights)
     [record] = [record for record in caplog.records if record.name.startswith("stabilizer")]
@@ -229,7 +239,7 @@ def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pyt
 
 @on_every_host
 def test_its_failure_ends_the_run_if_it_is_strict(kind: Any, host_name: str) -> None:
-    host = make_host(host_name)
+    host = _host(kind, host_name)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         host.train([_failing(kind, strict=True)])
     assert {step for _, step in host.points} <= {0, 1}
@@ -237,7 +247,7 @@ def test_its_failure_ends_the_run_if_it_is_strict(kind: Any, host_name: str) -> 
 
 @on_every_host
 def test_the_environment_turns_it_off(kind: Any, host_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, callback = make_host(host_name), kind(every_n_steps=1)
+    host, callback = _host(kind, host_name), kind(every_n_steps=1)
     weights = host.train([])
     fresh = callback.state_dict()
     monkeypatch.setenv("STABILIZER_DISABLE", "1")
@@ -248,7 +258,7 @@ def test_the_environment_turns_it_off(kind: Any, host_name: str, monkeypatch: py
 
 
 def _spread(rank: int, world_size: int, kind: Any, host_name: str) -> tuple[Any, Any, Any]:
-    host = make_host(host_name, rank=rank, num_ranks=world_size)
+    host = _host(kind, host_name, rank=rank, num_ranks=world_size)
     callback = _busy(kind, **_observing(kind))
     plain, weights = host.train([]), host.train([callback])
     assert _equal_weights(plain, weights), "the callback changed the weights"

@@ -212,18 +212,29 @@ def test_a_scale_that_was_not_told(told: str, tmp_path: Path) -> None:
     assert "handle.measure(scaler=scaler)" in incident.error
 
 
-def test_a_spike_that_is_made_after_the_backward_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("factor", "kind"), [(100.0, ("T", False)), (math.nan, ("N", None))])
+def test_a_spike_that_is_made_after_the_backward_pass(factor: float, kind: Any, tmp_path: Path) -> None:
+    """There is nothing to run again: the loss is taken once a micro-batch."""
+    num_calls = 0
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return loss_of_tokens(model, batch)
+
     callback = soon(tmp_path, on_found="drop_tokens")
-    loop = Loop(callback)
+    loop = Loop(callback, loss_fn=loss_fn)
     for step in range(FAULTY + 1):
-        loop.backward(make_batch(step))
+        loop.backward(make_batch(2 * step))
+        loop.backward(make_batch(2 * step + 1))
         if step == FAULTY:
             for parameter in loop.model.parameters():
-                parameter.grad.mul_(100)
+                parameter.grad.mul_(factor)
         loop.step()
     (incident,) = callback.incidents
-    assert (incident.type, incident.reproducible, incident.num_passes) == ("T", False, 0)
+    assert ((incident.type, incident.reproducible), incident.num_passes) == (kind, 0)
     assert (incident.tokens, incident.action, incident.num_rebuild_passes) == ((), "report", 0)
+    assert num_calls == 2 * (FAULTY + 1)
     assert any("changed after the backward pass" in note for note in incident.notes)
 
 

@@ -157,6 +157,30 @@ def test_a_saved_configuration_has_all_and_loads_again(package: str, tmp_path: P
     assert (second["windows"], second["on_alarm"], second["cooldown_steps"]) == ([100, 1000], ["log"], 100)
 
 
+ACTIONS = """
+trainer:
+  callbacks:
+    - class_path: stabilizer.callbacks.LossMeanVarCallback
+      init_args:
+        on_alarm:
+          - log
+          - {name: lower_lr, factor: 0.1}
+          - builtins.print
+          - {name: save_checkpoint}
+"""
+
+
+def test_actions_at_an_alarm(package: str, tmp_path: Path) -> None:
+    expected = LossMeanVarCallback(
+        on_alarm=["log", {"name": "lower_lr", "factor": 0.1}, print, {"name": "save_checkpoint", "max_saves": 3}]
+    )
+    cli = make_cli(package, write(tmp_path, a=ACTIONS))
+    assert same(ours(cli), [expected])
+    assert same(saved_and_read(package, cli, tmp_path)[1], [expected])
+    with pytest.raises(ValueError, match=r"'lower_rl': allowed are .*\"lower_lr\".*; the closest is lower_lr"):
+        make_cli(package, write(tmp_path, b=ACTIONS.replace("- log", "- lower_rl")))
+
+
 def test_set_in_code_is_saved(package: str, tmp_path: Path) -> None:
     for kind in (Defaults, ClassArguments):
         base = derived(package, kind)

@@ -188,14 +188,15 @@ def test_a_nan_is_counted_told_and_kept_out_of_the_windows() -> None:
 
 
 def test_the_rank_of_a_nan_is_named(tmp_path: Any) -> None:
-    from stabilizer.callbacks.loss_alarm import NonfiniteLosses
+    from stabilizer.callbacks.nonfinite_losses import NonfiniteLosses
 
     alarm = NonfiniteLosses(cooldown_steps=10)
     with pytest.warns(StabilizerWarning, match=r"step 7 \(batch 15\): the loss is not finite on ranks 1, 3 \(3 micro"):
-        alarm.reader([6, 7], [13, 15])(8, torch.tensor([0.0, 3.0, 0.0, 1.0, 0.0, 2.0]))
-    alarm.reader([8], [17])(9, torch.tensor([4.0]))  # within the cooldown
-    with pytest.warns(StabilizerWarning, match=r"step 17: .*\(5 micro-batches since"):
-        alarm.reader([16, 17], [-1, -1])(18, torch.tensor([0.0, 1.0]))
+        # Counts of two steps, their weights, and counts of four ranks.
+        alarm.reader([6, 7], [13, 15])(8, torch.tensor([0.0, 3.0, 8.0, 8.0, 0.0, 1.0, 0.0, 2.0]))
+    alarm.reader([8], [17])(9, torch.tensor([4.0, 8.0]))  # within the cooldown
+    with pytest.warns(StabilizerWarning, match=r"step 17: .*no valid target in the batch.*\(5 micro-batches since"):
+        alarm.reader([16, 17], [-1, -1])(18, torch.tensor([0.0, 1.0, 8.0, 0.0]))
 
 
 @pytest.mark.filterwarnings("ignore::stabilizer.errors.StabilizerWarning")
@@ -265,7 +266,32 @@ def test_arguments_that_mean_nothing_here_are_told_at_the_start(capsys: pytest.C
         ({"warmup_steps": -1}, "warmup_steps=-1: expected a whole number of steps, at least 0"),
         ({"cooldown_steps": 1.5}, r"cooldown_steps=1\.5: expected"),
         ({"on_alarm": "log"}, "on_alarm='log': expected a list"),
-        ({"on_alarm": ["stop"]}, r"on_alarm=\['stop'\]: expected a list of actions; allowed is \"log\""),
+        (
+            {"on_alarm": ["stopp"]},
+            r"on_alarm: 'stopp': allowed are \"log\", .*\"stop\", and functions .*closest is stop",
+        ),
+        ({"on_alarm": ["log", "log"]}, r"on_alarm: 'log' is there 2 times"),
+        ({"on_alarm": [5]}, r"on_alarm: 5: expected one of \"log\", .*, a mapping with its name, or a function"),
+        ({"on_alarm": [{"name": ["log"]}]}, "on_alarm: .*: expected one of"),
+        (
+            {"on_alarm": [{"name": "lower_lr", "factor": 1.0}]},
+            r"on_alarm: lower_lr: factor=1\.0: expected a number above",
+        ),
+        ({"on_alarm": [{"name": "lower_lr", "num_steps": 0}]}, "on_alarm: lower_lr: num_steps=0: expected"),
+        (
+            {"on_alarm": [{"name": "lower_lr", "by": 2}]},
+            "on_alarm: lower_lr: 'by' is no argument; known are factor, num",
+        ),
+        ({"on_alarm": [{"name": "stop", "by": 2}]}, "on_alarm: stop: 'by' is no argument; known are none"),
+        ({"on_alarm": [{"name": "record", "path": 5}]}, "on_alarm: record: path=5: expected the name of a file"),
+        ({"on_alarm": [{"name": "save_checkpoint", "max_saves": 0}]}, "max_saves=0"),
+        (
+            {"on_alarm": [{"name": "call", "function": "no.such.thing"}]},
+            "function='no.such.thing': expected a function",
+        ),
+        ({"jump_target": 0}, "jump_target=0"),
+        ({"drift_limit": 0}, "drift_limit=0"),
+        ({"variance_limit": 1}, "variance_limit=1"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

@@ -31,16 +31,25 @@ class NonfiniteLosses:
             batches: Number of each step's last batch; -1 where it is not known.
 
         Returns:
-            Takes a step and the counts: one for each of these steps, then those by rank, if any.
+            Takes a step and numbers: a count for each of these steps, the weights of their losses, and counts by rank,
+            if any.
         """
 
-        def read(_: int, counts: Tensor) -> None:
-            numbers = counts.tolist()
-            self._see(steps, batches, numbers[: len(steps)], numbers[len(steps) :])
+        def read(_: int, values: Tensor) -> None:
+            numbers, num = values.tolist(), len(steps)
+            self._see(steps, batches, numbers[:num], weights=numbers[num : 2 * num], by_rank=numbers[2 * num :])
 
         return read
 
-    def _see(self, steps: Sequence[int], batches: Sequence[int], counts: list[float], by_rank: list[float]) -> None:
+    def _see(
+        self,
+        steps: Sequence[int],
+        batches: Sequence[int],
+        counts: Sequence[float],
+        *,
+        weights: Sequence[float],
+        by_rank: Sequence[float],
+    ) -> None:
         found = [number for number, num in enumerate(counts) if num]
         if not found:
             return
@@ -52,8 +61,10 @@ class NonfiniteLosses:
         where = f"step {step}" + (f" (batch {batch})" if batch >= 0 else "")
         ranks = [rank for rank, num in enumerate(by_rank) if num]
         who = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}" if ranks else ""
+        why = "" if weights[found[0]] else ": there is no valid target in the batch, all labels are ignored"
         num, self._num_untold = self._num_untold, 0
         warn(
-            f"{where}: the loss is not finite{who} ({num} micro-batch{'es' if num > 1 else ''} since this was said "
-            "last); such a step enters no window. Look at this batch, and at the gradient norms of the step before"
+            f"{where}: the loss is not finite{who}{why} ({num} micro-batch{'es' if num > 1 else ''} since this was "
+            "said last); such a step enters no window. Look at this batch (are all of its labels ignored?), and at the "
+            "gradient norms of the step before"
         )
