@@ -24,7 +24,7 @@ _NAMES = {
     "loss": "the loss",
 }
 #: Largest ln(value / usual value) of healthy runs, rounded up; docs/early_warning.md says of which.
-DEFAULT_THRESHOLDS: Mapping[str, float] = {"noise_scale": 1.0, "variance": 1.0, "layers": 1.0}
+DEFAULT_THRESHOLDS: Mapping[str, float] = {"noise_scale": 0.5, "variance": 0.5, "layers": 1.0}
 # Of a threshold: a channel is up until it has come down so far.
 _RELEASE = 0.5
 _VERSION = 1
