@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stabilizer.reduction import accumulation_dtype, rank, world_size
-from stabilizer.tally import MicroBatchLoss, Weight
+from stabilizer.tally import MicroBatchLoss, Weight, as_number
 
 __all__ = [
     "LossExtremes",
@@ -167,9 +167,9 @@ class LossReduction:
         return [StepLoss(column, extremes) for column in columns]
 
     def _sums(self, pieces: Sequence[MicroBatchLoss], empty: Tensor) -> Tensor:
-        losses = torch.stack([_as(piece.loss, empty) for piece in pieces])
+        losses = torch.stack([as_number(piece.loss, empty) for piece in pieces])
         columns = zip(*(piece.weights for piece in pieces), strict=True)
-        weights = torch.stack([torch.stack([_as(weight, empty) for weight in column]) for column in columns])
+        weights = torch.stack([torch.stack([as_number(weight, empty) for weight in column]) for column in columns])
         is_bad = ~torch.isfinite(losses)
         weighted = weights * losses.masked_fill(is_bad, 0.0)
         others = torch.stack([is_bad.to(losses.dtype), torch.ones_like(losses)])
@@ -199,10 +199,3 @@ def _extremes(losses: Tensor) -> Tensor:
 
 def _nothing(like: Tensor) -> Tensor:
     return torch.stack([like.new_full((), torch.inf), like.new_full((), -torch.inf), like.new_zeros(())])
-
-
-def _as(value: Tensor | float, like: Tensor) -> Tensor:
-    """A number on a device; a fill, since a copy from the host would wait for the device."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
-    return like.new_full((), float(value))

@@ -13,7 +13,7 @@ from torch import Tensor
 from stabilizer.averaging import Averaging
 from stabilizer.noise.estimates import PartWeights
 from stabilizer.reduction import accumulation_dtype
-from stabilizer.tally import MicroBatchLoss
+from stabilizer.tally import MicroBatchLoss, as_number
 
 __all__ = ["ONE_PART", "PartReduction", "StepParts"]
 
@@ -193,8 +193,8 @@ def _problem(
 def _numbers(num: int, losses: Sequence[MicroBatchLoss], *, column: int, like: Tensor) -> Tensor:
     """This rank's sums, shape (10,)."""
     if losses:
-        sizes = torch.stack([_as(piece.weights[column], like) for piece in losses])
-        values = torch.stack([_as(piece.loss, like) for piece in losses])
+        sizes = torch.stack([as_number(piece.weights[column], like) for piece in losses])
+        values = torch.stack([as_number(piece.loss, like) for piece in losses])
     else:
         sizes = like.new_ones(num)
         values = like.new_full((num,), torch.nan)
@@ -212,10 +212,3 @@ def _numbers(num: int, losses: Sequence[MicroBatchLoss], *, column: int, like: T
         per_size.square(),
     ]
     return torch.cat([torch.stack(columns).sum(1), like.new_ones(1)])
-
-
-def _as(value: Tensor | float, like: Tensor) -> Tensor:
-    """A number on a device; a fill, since a copy from the host would wait for the device."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
-    return like.new_full((), float(value))

@@ -13,7 +13,7 @@ from stabilizer.batches import count
 from stabilizer.errors import warn
 from stabilizer.reduction import world_size
 
-__all__ = ["LossTally", "MicroBatchLoss", "Weight", "find_loss"]
+__all__ = ["LossTally", "MicroBatchLoss", "Weight", "as_number", "find_loss"]
 
 Weight: TypeAlias = Literal["auto", "tokens", "samples"]
 
@@ -52,6 +52,25 @@ def find_loss(output: Any) -> Tensor | float:
     whole: Tensor = found.full_tensor() if hasattr(found, "full_tensor") else found
     # A copy: what was handed to us may be scaled in place a moment later.
     return whole.reshape(()).clone()
+
+
+def as_number(value: Tensor | float, like: Tensor) -> Tensor:
+    """A loss or a weight where it is wanted; a fill, since a copy from the host would wait for the device.
+
+    Args:
+        value: A number, or of one element.
+        like: Of the wanted type and device.
+
+    Returns:
+        Shape ().
+
+    Example:
+        >>> as_number(2, torch.zeros(3))
+        tensor(2.)
+    """
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(like.device, like.dtype, non_blocking=True)
+    return like.new_full((), float(value))
 
 
 class LossTally:

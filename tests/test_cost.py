@@ -14,7 +14,8 @@ from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback, Stabiliz
 from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.suite import Suite
 from stabilizer.tally import LossTally
-from tests.counting import Calls, HostReadError, count_collectives, fake_cuda, host_may_wait
+from tests.counting import Calls, HostReadError, count_collectives, fake_cuda
+from tests.fake_suites import SilentSink, fake_suite
 from tests.launcher import run_distributed
 from tests.lightning_models import make_module, make_trainer
 from tests.models import TinyTransformer
@@ -102,31 +103,6 @@ def test_ranks_under_ddp_compare_their_gradients_now_and_then() -> None:
         assert sum(added.values()) == 1, "step 4 is the only one between 3 and 7"
 
 
-class Sink:
-    """A logger that takes nothing yet: no copy ever arrives on a fake device."""
-
-    is_logging = True
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        raise AssertionError("a copy without values has arrived")
-
-    show = picture = charts = scalars
-
-
-def _fake_suite(callbacks: list[StabilizerCallback]) -> Suite:
-    with host_may_wait():
-        with torch.device("cuda"):
-            model = TinyTransformer()
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        suite = Suite(callbacks, model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
-        # The first step builds the index, whose constants are copied to the device.
-        suite.run()
-        suite.finish()
-    return suite
-
-
 # Making a metric copies its fake defaults.
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_the_host_never_waits_for_the_device() -> None:
@@ -139,7 +115,7 @@ def test_the_host_never_waits_for_the_device() -> None:
         LossMeanVarCallback(name="c", weight="tokens", every_n_steps=1),
     ]
     with fake_cuda():
-        suite = _fake_suite(list(everything))
+        suite = fake_suite(list(everything))
         for step in range(1, 12):
             tally = LossTally(["auto", "tokens"])
             tally.begin({"labels": torch.zeros(2, 3, dtype=torch.int64, device="cuda")})
@@ -167,7 +143,7 @@ def test_a_callback_that_reads_would_be_found(read: Any) -> None:
                 read(context.store.total_norm)
 
     with fake_cuda():
-        suite = _fake_suite([Reader(strict=True)])
+        suite = fake_suite([Reader(strict=True)])
         with pytest.raises(HostReadError):
             suite.run()
 
@@ -176,7 +152,7 @@ def test_a_callback_that_reads_would_be_found(read: Any) -> None:
 def test_the_host_never_waits_for_a_real_device() -> None:
     model = TinyTransformer().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    suite = Suite([GradNormCallback()], model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
+    suite = Suite([GradNormCallback()], model=model, optimizer=optimizer, sink=SilentSink())  # type: ignore[arg-type]
     for step in range(12):
         model(torch.zeros(2, 8, dtype=torch.long, device="cuda")).sum().backward()
         torch.cuda.set_sync_debug_mode("error" if step else "default")

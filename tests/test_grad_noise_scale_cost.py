@@ -13,12 +13,12 @@ import torch
 
 from stabilizer.callbacks import GradLocCallback, GradNoiseScaleCallback, GradNormCallback, attach
 from stabilizer.callbacks.replays import Replays
-from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import StabilizerWarning
 from stabilizer.tally import MicroBatchLoss
-from tests.counting import count_collectives, fake_cuda, host_may_wait
+from tests.counting import count_collectives, fake_cuda
+from tests.fake_suites import fake_suite
 from tests.launcher import run_distributed
-from tests.models import TinyTransformer, loss_of, make_mlp, make_transformer, mlp_batch, token_batch
+from tests.models import loss_of, make_mlp, make_transformer, mlp_batch, token_batch
 from tests.spread import spread
 from tests.test_grad_noise_scale_edges import run
 
@@ -88,17 +88,6 @@ def test_batches_are_not_kept(fails: int | None, tmp_path: Path) -> None:
     assert callback.alive == ([0, 0, 0, 0] if fails is None else [3, 0, 0, 0])
 
 
-class Quiet:
-    """A logger on a device where no copy ever arrives."""
-
-    is_logging = True
-
-    def scalars(self, *args: Any) -> None:
-        raise AssertionError("a copy without values has arrived")
-
-    show = picture = charts = text = scalars
-
-
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_the_host_never_waits_for_the_device() -> None:
     callbacks = [
@@ -106,16 +95,7 @@ def test_the_host_never_waits_for_the_device() -> None:
         GradNoiseScaleCallback(name="b", every_n_steps=2),
     ]
     with fake_cuda():
-        with host_may_wait():
-            with torch.device("cuda"):
-                model = TinyTransformer()
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            replays = Replays(callbacks)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            suite = Suite(callbacks, model=model, optimizer=optimizer, sink=Quiet(), replays=replays)  # type: ignore[arg-type]
-            suite.run()
-            suite.finish()
+        suite = fake_suite(callbacks, replays=Replays(callbacks))
         for _ in range(5):
             losses = [MicroBatchLoss(torch.ones((), device="cuda"), (3, 3)) for _ in range(2)]
             gradients = suite._searches.gradients

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks import LayerHealthCallback, StabilizerCallback, StepContext, attach
-from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import StabilizerWarning
 from stabilizer.tally import LossTally
 from tests import reference_health as reference
-from tests.counting import fake_cuda, host_may_wait
+from tests.counting import fake_cuda
+from tests.fake_suites import fake_suite
 from tests.launcher import run_distributed
-from tests.models import TinyTransformer, loss_of, token_batch
+from tests.models import loss_of, token_batch
 from tests.reference_run import LEARNING_RATE, reference_run
 from tests.scripted_norms import SHORT, Scripted, names_of, play
 from tests.spread import spread
@@ -267,29 +267,12 @@ def test_every_rank_finds_what_one_process_in_float64_finds(strategy: str) -> No
     assert "parts_apart" in by_kind
 
 
-class Sink:
-    """A logger that takes nothing: no copy ever arrives on a fake device."""
-
-    is_logging = True
-
-    def scalars(self, values: dict[str, float], step: int) -> None:
-        raise AssertionError("a copy without values has arrived")
-
-
 # Making a metric copies its fake defaults.
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_the_host_never_waits_for_the_device() -> None:
     callback = LayerHealthCallback(window=8, warmup_steps=2, every_n_steps=3, loss_window=8, strict=True, layers=[0, 1])
     with fake_cuda():
-        with host_may_wait():
-            with torch.device("cuda"):
-                model = TinyTransformer()
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            suite = Suite([callback], model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
-            suite.run()
-            suite.finish()
+        suite = fake_suite([callback])
         for _ in range(1, 80):
             tally = LossTally(["auto"])
             tally.begin({"labels": torch.zeros(2, 3, dtype=torch.int64, device="cuda")})

@@ -15,15 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from stabilizer.callbacks import LossMeanVarCallback, attach
 from stabilizer.callbacks.loss_alarms import LossAlarm
 from stabilizer.callbacks.loss_watch import LossWatch
-from stabilizer.callbacks.suite import Suite
 from stabilizer.detectors import LossDetector
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError
 from stabilizer.losses import StepLoss
 from stabilizer.tally import LossTally
-from tests.counting import Calls, HostReadError, count_collectives, fake_cuda, host_may_wait
+from tests.counting import Calls, HostReadError, count_collectives, fake_cuda
+from tests.fake_suites import fake_suite
 from tests.launcher import run_distributed
 from tests.loss_alarm_loops import BURST, Writer, healthy, play, watcher, with_spikes
-from tests.models import TinyTransformer
 from tests.tiny_loops import OneLayer
 
 SPIKES = {80: 9.0, 81: 9.0, 95: math.nan}
@@ -179,15 +178,7 @@ def test_a_log_changes_nothing_and_exchanges_nothing(tmp_path: Path) -> None:
 def test_the_host_waits_for_no_loss_that_is_less_than_two_steps_old(actions: list[Any], first_wait: int | None) -> None:
     callback = LossMeanVarCallback(on_alarm=actions, warmup_steps=50, windows=(20, 60), strict=True)
     with fake_cuda():
-        with host_may_wait():
-            with torch.device("cuda"):
-                model = TinyTransformer()
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            suite = Suite([callback], model=model, optimizer=optimizer, sink=_Sink())  # type: ignore[arg-type]
-            suite.run()
-            suite.finish()
+        suite = fake_suite([callback])
         for step in range(1, 70):
             tally = LossTally(["auto"])
             tally.begin({"labels": torch.zeros(2, 3, dtype=torch.int64, device="cuda")})
@@ -199,12 +190,6 @@ def test_the_host_waits_for_no_loss_that_is_less_than_two_steps_old(actions: lis
                 return
             suite.finish()
     assert first_wait is None
-
-
-class _Sink:
-    """Takes nothing: no copy arrives on a fake device."""
-
-    is_logging = True
 
 
 class _Step:
