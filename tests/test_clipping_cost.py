@@ -14,9 +14,10 @@ from stabilizer.callbacks.acting import Actor
 from stabilizer.callbacks.suite import Suite
 from stabilizer.plan import StepPlan
 from tests.counting import HostReadError, fake_cuda, host_may_wait
+from tests.fake_suites import SilentSink
 from tests.launcher import run_distributed
 from tests.models import TinyTransformer
-from tests.test_cost import QUIET, Sink, count
+from tests.test_cost import QUIET, count
 from tests.tiny_loops import told
 
 CLIPS = [LayerClipCallback(strict=True), AdaptiveClipThreshold(strict=True)]
@@ -50,7 +51,7 @@ def fake_suite(callbacks: list[StabilizerCallback], **options: Any) -> Suite:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer = torch.optim.AdamW(model.parameters(), **options)
-        suite = Suite(callbacks, model=model, optimizer=optimizer, sink=Sink())  # type: ignore[arg-type]
+        suite = Suite(callbacks, model=model, optimizer=optimizer, sink=SilentSink())  # type: ignore[arg-type]
         suite.run()
         suite.before_step()
         suite.finish()
