@@ -52,7 +52,7 @@ def test_B026_a_short_last_window_is_measured_as_it_is_and_left_as_it_is(tmp_pat
     with our_warnings() as messages:
         fit(module, tmp_path / "still", callbacks=[norm_logger(), recorder], **options)
     assert len(messages) == 1, "told once for all callbacks"
-    assert recorder.positions == [Position(3, 4, 4), Position(7, 4, 4), Position(9, 2, 4)]
+    assert recorder.positions == [Position(3, 4, 4, 0), Position(7, 4, 4, 0), Position(9, 2, 4, 0)]
     assert [position.is_short for position in recorder.positions] == [False, False, True]
     # Lightning divides the loss by 4 in the last window too, though only two micro-batches are left.
     windows = [expected_batches("transformer", step, num_micro_batches=4) for step in range(3)]
