@@ -114,7 +114,7 @@ def is_true(found: dict[str, float], *, errors: float = 3.0) -> bool:
         pytest.param("fsdp1", (2, 2), "mean", marks=covers("fsdp1")),
         pytest.param("fsdp2", (4,), "mean", marks=covers("fsdp2")),
         ("fsdp2", (1, 5), "sum"),
-        pytest.param("hsdp", (3,), "mean", marks=[covers("hsdp"), pytest.mark.slow]),
+        pytest.param("hsdp", (2, 2), "mean", marks=[covers("hsdp"), pytest.mark.slow]),
     ],
 )
 def test_it_is_that_of_single_samples(strategy: str, sizes: tuple[int, ...], loss: str) -> None:
