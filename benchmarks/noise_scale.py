@@ -84,7 +84,6 @@ def one_process(*, tiny: bool = False) -> list[Figure]:
     Returns:
         What is added, in times of one `_foreach_norm`, two figures with a target.
     """
-    os.environ["STABILIZER_PREFLIGHT"] = "0"
     model = gpt2(tiny=tiny)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -165,4 +164,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["STABILIZER_PREFLIGHT"] = "0"
     sys.exit(main())

@@ -101,7 +101,8 @@ LARGE = 100_000
 def _held() -> int:
     """Elements of all tensors that are alive, each storage once."""
     gc.collect()
-    tensors = [value for value in gc.get_objects() if isinstance(value, Tensor)]
+    found = [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+    tensors = [value for value in found if value.layout == torch.strided]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values()) // 4
 
