@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from stabilizer import tags
+from stabilizer.callbacks.alarms import Alarm
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
-from stabilizer.callbacks.loss_alarms import LossAlarm
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError, logger, warn
 from stabilizer.thresholds.arguments import check_number, check_whole, closest
 
 __all__ = ["AlarmAction", "AlarmActions"]
 
-#: A word, a mapping with `name` and its arguments, or a function of a `LossAlarm`.
+#: A word, a mapping with `name` and its arguments, or a function of an `Alarm`.
 AlarmAction: TypeAlias = (
     Literal["log", "record", "save_checkpoint", "localize", "lower_lr", "stop"]
     | dict[str, Any]
@@ -102,7 +102,7 @@ class AlarmActions:
         return found
 
     def run(
-        self, alarm: LossAlarm, callback: StabilizerCallback, context: StepContext, *, is_end: bool = False
+        self, alarm: Alarm, callback: StabilizerCallback, context: StepContext, *, is_end: bool = False
     ) -> tuple[float, int] | None:
         """Do all of it; on every rank.
 
@@ -110,7 +110,7 @@ class AlarmActions:
             alarm: What has happened.
             callback: Whose actions these are.
             context: Of the step at hand, which may be a later one than the alarm's.
-            is_end: Whether the run is over, so that there is nothing left but to tell.
+            is_end: Whether there is nothing left but to tell: the run is over, or it is a warning.
 
         Returns:
             By what the learning rates are to be multiplied from the next step on, and for how many steps.
@@ -135,14 +135,12 @@ class AlarmActions:
             raise failure
         return lowered
 
-    def _do(
-        self, action: Mapping[str, Any], alarm: LossAlarm, callback: StabilizerCallback, context: StepContext
-    ) -> None:
+    def _do(self, action: Mapping[str, Any], alarm: Alarm, callback: StabilizerCallback, context: StepContext) -> None:
         name = action["name"]
         if name == "log":
             self._log(alarm, callback, context)
         elif name == "record" and context.is_logging:
-            self._record(alarm, action["path"] or context.log_dir() / "loss_alarms.jsonl")
+            self._record(alarm, action["path"] or context.log_dir() / f"{alarm.subject}_alarms.jsonl")
         elif name == "call":
             action["function"](alarm)
         elif name == "save_checkpoint":
@@ -154,21 +152,21 @@ class AlarmActions:
         elif name == "stop":
             context.defer(functools.partial(_stop, alarm, callback))
 
-    def _log(self, alarm: LossAlarm, callback: StabilizerCallback, context: StepContext) -> None:
+    def _log(self, alarm: Alarm, callback: StabilizerCallback, context: StepContext) -> None:
         if alarm.kind != "nonfinite":  # that is told with the ranks, when they are known
             warn(f"{callback.state_key}: {alarm.text}")
         context.write_text(tags.ALARM_TEXT, alarm.text)
 
-    def _record(self, alarm: LossAlarm, path: str | Path) -> None:
+    def _record(self, alarm: Alarm, path: str | Path) -> None:
         target = Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             with target.open("a", encoding="utf-8") as file:
                 file.write(alarm.to_json() + "\n")
         except OSError as error:
-            warn(f"the loss alarm of step {alarm.step} could not be written to {target}: {error}")
+            warn(f"the {alarm.subject} alarm of step {alarm.step} could not be written to {target}: {error}")
 
-    def _save(self, alarm: LossAlarm, callback: StabilizerCallback, *, at: tuple[int, int], max_saves: int) -> None:
+    def _save(self, alarm: Alarm, callback: StabilizerCallback, *, at: tuple[int, int], max_saves: int) -> None:
         # A second alarm of the same step would save the same.
         if self.num_saves >= max_saves or self._saved_at == at or callback.driver is None:
             return
@@ -188,16 +186,16 @@ class AlarmActions:
             warn(f"{callback.state_key}: {path} is the last of {max_saves} checkpoints at alarms (max_saves)")
 
 
-def _checkpoint_name(alarm: LossAlarm, callback: StabilizerCallback) -> str:
+def _checkpoint_name(alarm: Alarm, callback: StabilizerCallback) -> str:
     """Of a file; alarms of other callbacks and optimizers have other names."""
     optimizer = f"opt{alarm.optimizer_index}" if alarm.optimizer_index else ""
     parts = [re.sub(r"[^\w.-]+", "_", callback.name), optimizer, f"alarm_step_{alarm.step}_{alarm.kind}"]
     return "_".join(part for part in parts if part)
 
 
-def _stop(alarm: LossAlarm, callback: StabilizerCallback) -> None:
+def _stop(alarm: Alarm, callback: StabilizerCallback) -> None:
     shown = ", ".join(f"{value:.4g}" for _, value in alarm.recent[-10:])
-    raise TrainingStoppedError(f"{callback.state_key}: {alarm.text}. The last losses: {shown}")
+    raise TrainingStoppedError(f"{callback.state_key}: {alarm.text}. The last {alarm.series}: {shown}")
 
 
 def _parsed(spec: Any) -> dict[str, Any]:

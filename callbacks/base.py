@@ -12,6 +12,7 @@ from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import warn
 from stabilizer.names import Granularity, layer_names, select_layers
+from stabilizer.observation_tally import ObservationTally
 from stabilizer.tally import Weight
 from stabilizer.view import LayerView, NormType
 
@@ -78,6 +79,8 @@ class StabilizerCallback(HostCallback):
     # At which steps `context.parts` is read, and in what the sizes of micro-batches are counted there.
     parts_every_n_steps: int | None = None
     part_unit: Weight | None = None
+    # Takes what a loop tells by `observe`; without it `context.observed` is `None`.
+    observations: ObservationTally | None = None
 
     # What it may do to a step: propose anything but skips and stops, multiply gradients, skip, skip what is not finite,
     # end the run, clip elements. These decide what the host is asked and what ranks exchange, whatever comes out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from stabilizer.callbacks.run_facts import RunFacts
 from stabilizer.late import LateLog
 from stabilizer.losses import StepLoss
+from stabilizer.observations import StepObservations
 from stabilizer.plan import LayerPlan
 from stabilizer.step_parts import StepParts
 from stabilizer.view import LayerView
@@ -97,6 +98,7 @@ class StepContext:
         position: Which batch the step ends with, and how many micro-batches it has.
         loss: The step's loss over all ranks, for a callback with `loss_weight`; `None` for others.
         parts: What the step's gradient is made of, for a callback with `parts_every_n_steps` at those steps.
+        observed: What was observed of the step over all ranks, for a callback with `observations`; `None` for others.
         run: What is known of the run (number of parameters, batch size); `None` where no host says.
         plan: Takes proposals for what is to happen to the gradients; only in `on_gradients`.
         after: Norms after all clips, ours and the host's, if anybody may clip; only in `on_step_end`.
@@ -117,6 +119,8 @@ class StepContext:
         position: Position | None = None,
         loss: StepLoss | None = None,
         parts: StepParts | None = None,
+        observed: StepObservations | None = None,
+        observe: Callable[..., None] | None = None,
         run: RunFacts | None = None,
         owner: int = -1,
         defer: Callable[[Callable[[], None]], None] | None = None,
@@ -129,11 +133,11 @@ class StepContext:
         self.is_scaled = is_scaled
         self.is_bad = is_bad
         self.position = Position() if position is None else position
-        self.loss, self.parts, self.run = loss, parts, run
+        self.loss, self.parts, self.observed, self.run = loss, parts, observed, run
         self.after: AfterClip | None = None
         self.outcome: StepOutcome | None = None
         self._selection = selection
-        self._late, self._owner, self._defer = late, owner, defer
+        self._late, self._owner, self._defer, self._observe = late, owner, defer, observe
         self._prefix = tag_prefix
 
     def select(self, values: Tensor) -> Tensor:
@@ -157,6 +161,20 @@ class StepContext:
         assert self._defer is not None
         self._defer(function)
 
+    def observe(self, **observed: Any) -> None:
+        """Observe something for `RolloutMismatchCallback` in a callback of one's own, on any rank.
+
+        The numbers of this step have been exchanged before any callback sees it, so this counts for the next one.
+
+        Args:
+            **observed: See `RolloutMismatchCallback.observe`.
+
+        Raises:
+            ValueError: If a name is not known, or a shape does not fit.
+        """
+        assert self._observe is not None
+        self._observe(**observed)
+
     def log(self, name: str, value: Tensor | float, *, show: bool = False, finite_only: bool = False) -> None:
         """Log a number under this step; it is written when it has reached the host.
 
@@ -167,6 +185,16 @@ class StepContext:
             finite_only: Leave it out if it is not finite.
         """
         self._late.add(value, tags=[self._prefix + name], show=show, finite_only=finite_only)
+
+    def log_many(self, values: Mapping[str, Tensor], *, finite_only: bool = False) -> None:
+        """Log several numbers in one piece.
+
+        Args:
+            values: Tag -> tensor of shape (), all of one type on one device.
+            finite_only: Leave out those that are not finite.
+        """
+        tags = [self._prefix + name for name in values]
+        self._late.add(torch.stack(list(values.values())), tags=tags, finite_only=finite_only)
 
     def spread(self, values: Tensor, *, fill: float) -> Tensor:
         """Values of the selected layers at their places among all layers.

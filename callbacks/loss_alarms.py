@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from typing import Any
+from typing import Any, ClassVar
 
+from stabilizer.callbacks.alarms import Alarm
 from stabilizer.detectors import Detection
 
 __all__ = ["LossAlarm"]
@@ -20,7 +20,7 @@ _ADVICE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class LossAlarm:
+class LossAlarm(Alarm):
     """A loss that is out of the ordinary, the same on every rank.
 
     Attributes:
@@ -46,6 +46,9 @@ class LossAlarm:
         >>> print(LossAlarm.of(found, recent=[(8, 2.1), (9, 8.0)]).text)
         step 9: the loss jumped to 8, 12 sigmas (0.5) above the median 2; the limit is 4.5. Look at this batch...
     """
+
+    subject: ClassVar[str] = "loss"
+    series: ClassVar[str] = "losses"
 
     kind: str
     step: int
@@ -93,13 +96,3 @@ class LossAlarm:
         whose = f"on rank {self.rank}" if self.kind == "nonfinite" else f"the largest is rank {self.rank}'s"
         rank = f"; {whose}" if self.rank >= 0 else ""
         return f"{where}: {what}{since}{folded}{rank}. {_ADVICE[self.kind]}"
-
-    def to_json(self) -> str:
-        """One line of JSON; numbers that are not finite as text, which every reader takes."""
-        fields: dict[str, Any] = {name: _plain(value) for name, value in dataclasses.asdict(self).items()}
-        fields["recent"] = [[step, _plain(value)] for step, value in self.recent]
-        return json.dumps(fields, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""What the callbacks of a suite want of a step beside its norms: losses and parts, in the one collective."""
+"""What the callbacks of a suite want of a step beside its norms: losses, parts, observations; in the one collective."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.failures import Failures
 from stabilizer.callbacks.local_gradients import LocalGradients
 from stabilizer.callbacks.loss_meter import LossMeter
+from stabilizer.callbacks.observation_meter import ObservationMeter
 from stabilizer.callbacks.part_meter import PartMeter
 from stabilizer.measurement import Measurement
 from stabilizer.store import GradientStore
@@ -31,6 +32,7 @@ class StepMeters:
     def __init__(self, callbacks: Sequence[StabilizerCallback]) -> None:
         self._callbacks = list(callbacks)
         self._losses, self._parts = LossMeter(callbacks), PartMeter(callbacks)
+        self._observations = ObservationMeter(callbacks)
         self._sizes: list[int] = []
         self._step = 0
 
@@ -56,6 +58,7 @@ class StepMeters:
         pieces = [
             self._losses.pack(step, losses, device=store.device),
             self._parts.pack(step, gradients, losses, store=store),
+            self._observations.pack(device=store.device),
         ]
         self._sizes = [0 if piece is None else piece.numel() for piece in pieces]
         given = [piece for piece in pieces if piece is not None]
@@ -70,9 +73,9 @@ class StepMeters:
         Returns:
             What packing failed with on this rank, if it did.
         """
-        of_losses, of_parts = measurement.sums.split(self._sizes)
+        of_losses, of_parts, observed = measurement.sums.split(self._sizes)
         parts = self._parts.read(of_parts, whole=measurement.squares)
-        return {"loss": self._losses.read(of_losses), "parts": parts}
+        return {"loss": self._losses.read(of_losses), "parts": parts, "observed": self._observations.read(observed)}
 
     def tell(self, found: dict[str, Exception | None], failures: Failures) -> None:
         """Turn off those that read what could not be packed.
@@ -82,7 +85,11 @@ class StepMeters:
             failures: Takes note.
         """
         for number, callback in enumerate(self._callbacks):
-            reads = {"loss": callback.loss_weight is not None, "parts": callback.parts_every_n_steps is not None}
+            reads = {
+                "loss": callback.loss_weight is not None,
+                "parts": callback.parts_every_n_steps is not None,
+                "observed": callback.observations is not None,
+            }
             for what, failure in found.items():
                 if failure is not None and reads[what]:
                     failures.of_callback(number, what, failure, step=self._step)
@@ -98,6 +105,11 @@ class StepMeters:
             callback: One of ours.
 
         Returns:
-            `loss` and `parts`.
+            `loss`, `parts`, `observed` and `observe`.
         """
-        return {"loss": self._losses.loss_for(callback), "parts": self._parts.parts_for(callback, step=self._step)}
+        return {
+            "loss": self._losses.loss_for(callback),
+            "parts": self._parts.parts_for(callback, step=self._step),
+            "observed": self._observations.observed_for(callback),
+            "observe": self._observations.observe_late,
+        }

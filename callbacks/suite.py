@@ -35,8 +35,7 @@ __all__ = ["Suite"]
 class Suite:
     """Runs callbacks in their order on one store of statistics.
 
-    The host calls `run` when a step's gradients are complete, and `finish` after the optimizer has moved; both on every
-    rank.
+    The host calls `run` when gradients are complete, and `finish` after the optimizer has moved; both on every rank.
 
     Args:
         callbacks: Ours, in any order.
@@ -183,6 +182,10 @@ class Suite:
         if self._keeper.store is not None and not self._agreement.is_off:
             self._actor.after_host_clip(self._contexts, max_norm=max_norm, is_unscaled=is_unscaled)
 
+    def total_norm(self) -> Tensor | None:
+        """Of the step at hand; see `GradientStore.total_norm`."""
+        return self._keeper.store.total_norm() if self.is_open and self._keeper.store is not None else None
+
     def finish(self) -> None:
         """Close the step: the optimizer has moved."""
         if not self.is_open:
@@ -232,10 +235,8 @@ class Suite:
             self._actor.close()
             self._searches.close()
             for callback in self.callbacks:
-                detach = (
-                    callback.detach_view if answers else functools.partial(StabilizerCallback.detach_view, callback)
-                )
-                detach(self._optimizer_index)
+                owner = type(callback) if answers else StabilizerCallback
+                owner.detach_view(callback, self._optimizer_index)
 
     def _propose(self, plan: StepPlan, *, is_scaled: bool) -> None:
         store = self._keeper.store
@@ -291,8 +292,7 @@ class Suite:
             if callback.has_failed or is_gated:
                 continue
             try:
-                hook: Callable[[StepContext], None] = getattr(callback, method)
-                hook(context)
+                getattr(callback, method)(context)
             except TrainingStoppedError:
                 raise
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,12 +38,18 @@ class Suites:
     def __init__(self, callbacks: Sequence[StabilizerCallback], *, sink: Sink) -> None:
         self.callbacks = list(callbacks)
         self.sink = sink
+        self.replays = Replays(callbacks)
+        observations = [callback.observations for callback in callbacks if callback.observations is not None]
+        for observed in observations:
+            observed.discard()
+            observed.is_paused = functools.partial(getattr, self.replays, "is_running")
         self.tally = LossTally(
-            weights_of(callbacks), keeps_losses=any(callback.names_nonfinite for callback in callbacks)
+            weights_of(callbacks),
+            keeps_losses=any(callback.names_nonfinite for callback in callbacks),
+            followers=observations,
         )
         self.known_names: tuple[str, ...] = ()
         self.facts = RunFacts(callbacks)
-        self.replays = Replays(callbacks)
         self._suites: dict[int, Suite] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Suite]]:

@@ -36,6 +36,7 @@ FEATURES: Mapping[str, str] = {
     "grad_noise_scale": "stabilizer.callbacks.grad_noise_scale.GradNoiseScaleCallback",
     "early_warning": "stabilizer.callbacks.early_warning.EarlyWarningCallback",
     "layer_health": "stabilizer.callbacks.layer_health.LayerHealthCallback",
+    "rollout_mismatch": "stabilizer.callbacks.rollout_mismatch.RolloutMismatchCallback",
 }
 
 #: Name -> feature -> arguments. "safe" is what `recommended` gives.

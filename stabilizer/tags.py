@@ -42,6 +42,11 @@ __all__ = [
     "LOSS_SLOPE",
     "LOSS_SLOPE_ERROR",
     "LOSS_STD",
+    "POLICY",
+    "POLICY_SIGNALS",
+    "POLICY_SLOPES",
+    "ROLLOUT",
+    "ROLLOUT_STATISTICS",
     "RUN",
     "RUN_FIELDS",
     "SKIP_CONSECUTIVE",
@@ -69,6 +74,67 @@ LOSS_MIN = "loss/min"
 LOSS_MAX = "loss/max"
 LOSS_MAX_RANK = "loss/max_rank"
 LOSS_NONFINITE = "loss/nonfinite"
+# The name of a statistic follows.
+ROLLOUT = "rollout"
+ROLLOUT_STATISTICS = (
+    "num_tokens",
+    "num_sequences",
+    "num_nonfinite",
+    "min_ratio",
+    "max_ratio",
+    "mean_ratio",
+    "std_ratio",
+    "mean_log_ratio",
+    "std_log_ratio",
+    "min_log_ratio",
+    "max_log_ratio",
+    "max_abs_log_ratio",
+    "effective_sample_size",
+    "sequence_effective_sample_size",
+    "share_below",
+    "share_above",
+    "share_outside",
+    "share_beyond_factor_2",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "chi_square",
+    "sequence_chi_square",
+    "train_log_perplexity",
+    "rollout_log_perplexity",
+    "log_perplexity_gap",
+    "abs_log_perplexity_gap",
+    "min_log_perplexity_gap",
+    "max_log_perplexity_gap",
+    "max_abs_delta_p",
+)
+# The name of a signal follows; of a slope the length of its window too: `of_window`.
+POLICY = "policy"
+POLICY_SIGNALS = (
+    "entropy",
+    "kl_ref",
+    "reward",
+    "heldout_reward",
+    "reward_gap",
+    "zero_variance_groups",
+    "mid_pass_groups",
+    "policy_lag",
+    "max_policy_lag",
+    "completion_length",
+    "max_completion_length",
+    "clipped",
+    "truncated",
+    "behaviour_is_old",
+    "num_nonfinite",
+)
+POLICY_SLOPES = (
+    "entropy_slope",
+    "entropy_slope_error",
+    "kl_ref_slope",
+    "kl_ref_slope_error",
+    "reward_slope",
+    "reward_slope_error",
+)
 # The kind of alarm follows; and what it says.
 ALARM = "alarm"
 ALARM_TEXT = "alarm/text"
@@ -146,6 +212,8 @@ ALL_TAGS = frozenset(
         GNS_RELIABLE,
         GNS_LAYER,
         WARNING_LEVEL,
+        *(f"{ROLLOUT}/{name}" for name in ROLLOUT_STATISTICS),
+        *(f"{POLICY}/{name}" for name in (*POLICY_SIGNALS, *POLICY_SLOPES)),
     }
 )
 
