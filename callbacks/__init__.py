@@ -3,6 +3,8 @@
 See `attach` for loops, and `StabilizerCallback` for a callback of your own.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Lightning's hooks)
 from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
@@ -15,7 +17,11 @@ from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
 from stabilizer.callbacks.layer_clip import LayerClipCallback
 from stabilizer.callbacks.layer_health import LayerHealthCallback
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
+from stabilizer.callbacks.rollout_mismatch import RolloutMismatchCallback
 from stabilizer.config import load_callbacks, recommended
+
+if TYPE_CHECKING:
+    from stabilizer.callbacks.transformers import StabilizerTrainerCallback
 
 __all__ = [
     "AdaptiveClipThreshold",
@@ -27,9 +33,20 @@ __all__ = [
     "LayerHealthCallback",
     "LossMeanVarCallback",
     "NormHistory",
+    "RolloutMismatchCallback",
     "StabilizerCallback",
+    "StabilizerTrainerCallback",
     "StepContext",
     "attach",
     "load_callbacks",
     "recommended",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers is slow to import, and need not be there.
+    if name == "StabilizerTrainerCallback":
+        from stabilizer.callbacks.transformers import StabilizerTrainerCallback
+
+        return StabilizerTrainerCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,12 +22,12 @@ from stabilizer.callbacks.context import Position
 from stabilizer.callbacks.hosting import scale_still_in, stand_before, warn_of_two_clips
 from stabilizer.callbacks.loop import LoopHandle
 from stabilizer.callbacks.loop_replay import LossFunction
-from stabilizer.callbacks.prepared import inner_optimizer
 from stabilizer.callbacks.saving import save_with_accelerator
 from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.watching import is_state_setup
 from stabilizer.errors import warn
+from stabilizer.inspection import inner_optimizer
 from stabilizer.reduction import Reducer
 
 __all__ = ["AccelerateHandle"]

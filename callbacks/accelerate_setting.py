@@ -9,7 +9,7 @@ from torch import nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.preflight import Setting
-from stabilizer.callbacks.prepared import inner_optimizer
+from stabilizer.inspection import inner_optimizer
 
 __all__ = ["accelerate_setting"]
 

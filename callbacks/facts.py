@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.errors import logger
-from stabilizer.inspection import compute_shapes, reductions, whole_sizes
+from stabilizer.inspection import compute_shapes, inner_optimizer, reductions, whole_sizes
 from stabilizer.parameters import named_parameters
 from stabilizer.reduction import world_size
 from stabilizer.schedules import Schedule, host_numbers, peek
@@ -148,9 +148,11 @@ def _learning_rates(setting: Setting) -> Iterator[Fact]:
     known = {id(optimizer) for optimizer in setting.optimizers}
     for number, optimizer in enumerate(setting.optimizers):
         name = "learning rate" if len(setting.optimizers) == 1 else f"learning rate {number}"
-        own = [pair for pair in setting.schedulers if getattr(pair[0], "optimizer", None) is optimizer]
+        own = [pair for pair in setting.schedulers if inner_optimizer(getattr(pair[0], "optimizer", None)) is optimizer]
         yield _constant(name, optimizer, setting.host) if not own else _scheduled(name, own, setting)
-    others = [pair for pair in setting.schedulers if id(getattr(pair[0], "optimizer", None)) not in known]
+    others = [
+        pair for pair in setting.schedulers if id(inner_optimizer(getattr(pair[0], "optimizer", None))) not in known
+    ]
     if others:
         yield _scheduled("learning rate (other)", others, setting)
 

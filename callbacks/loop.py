@@ -21,7 +21,8 @@ from stabilizer.callbacks.hosting import (
     stand_before,
 )
 from stabilizer.callbacks.loop_replay import LoopReplayer, LossFunction
-from stabilizer.callbacks.loop_states import LoopStates
+from stabilizer.callbacks.loop_telling import LoopTelling
+from stabilizer.callbacks.observing import Observing
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
@@ -31,7 +32,7 @@ from stabilizer.late import Sink
 __all__ = ["LoopHandle"]
 
 
-class LoopHandle(LoopStates):
+class LoopHandle(Observing, LoopTelling):
     """Callbacks at work in a loop; what `attach` returns. Leaving its `with` block puts everything back.
 
     Args:
@@ -52,6 +53,8 @@ class LoopHandle(LoopStates):
     """
 
     is_idle = False
+    # Whether a call of the model is what begins a micro-batch.
+    watches_forward = True
 
     def __init__(
         self,
@@ -68,10 +71,10 @@ class LoopHandle(LoopStates):
         refuse_optimizers(optimizers)
         self.is_closed = False
         self._model, self._optimizers, self._groups = model, list(optimizers), groups
-        self._suites = Suites(self.callbacks, sink=sink)
-        self._replayer = LoopReplayer(model, loss_fn=loss_fn)
-        self._suites.replays.replayer = self._replayer
         self._undo: list[Callable[[], None]] = []
+        self._suites = Suites(self.callbacks, sink=sink)
+        self._replayer = self._make_replayer(loss_fn)
+        self._suites.replays.replayer = self._replayer
         self._num_backwards, self._batch_index = 0, -1
         self._stepping: set[int] = set()
         self._has_charts = self._has_warned_of_closure = False
@@ -81,8 +84,9 @@ class LoopHandle(LoopStates):
             callback.driver = self
         # A module that is compiled in place runs its hooks inside the compiled graph.
         if getattr(model, "_compiled_call_impl", None) is None:
-            self._forward_hook = model.register_forward_pre_hook(ForwardHook(self), with_kwargs=True)
-            self._undo.append(self._forward_hook.remove)
+            if self.watches_forward:
+                self._forward_hook = model.register_forward_pre_hook(ForwardHook(self), with_kwargs=True)
+                self._undo.append(self._forward_hook.remove)
             self._undo.append(self._suites.replays.follow_broadcasts(model))
 
     @classmethod
@@ -148,30 +152,6 @@ class LoopHandle(LoopStates):
                 self._suites.tally.put_back(number)
             scale = scale_still_in(scaler, self._optimizers[number])
             self.run(number, grad_scale=scale, is_scaled=scaler is not None)
-
-    def record_loss(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
-        """Take the loss of a micro-batch, instead of the one that `accelerator.backward` was given.
-
-        Args:
-            loss: Mean of the micro-batch: a tensor of one element, or a mapping with the key "loss".
-            weight: How many tokens or samples it is the mean of.
-
-        Raises:
-            ValueError: If it is neither.
-        """
-        if not self.is_closed:
-            self._num_backwards += 1
-            self._batch_index += 1
-            self._suites.tally.tell(loss, weight=weight)
-
-    def record_batch(self, batch: Any) -> None:
-        """Tell the micro-batch that comes next, for `loss_fn`; before the model is called with a part of it.
-
-        Args:
-            batch: On its device, as `loss_fn` wants it.
-        """
-        if not self.is_closed and self._suites.replays.is_on:
-            self._replayer.tell(batch)
 
     def close(self, *, after_exception: bool = False) -> None:
         """Write everything that is on its way, and put back what was changed; does nothing the second time.
@@ -241,6 +221,9 @@ class LoopHandle(LoopStates):
     def position(self) -> Position:
         """Where the loop is in its data, as far as it has told."""
         return Position(self._batch_index, self._num_backwards)
+
+    def _make_replayer(self, loss_fn: LossFunction | None) -> LoopReplayer:
+        return LoopReplayer(self._model, loss_fn=loss_fn)
 
     def _zero_grad(self, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Gradients that no step has used are thrown away, and so are their losses.

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
-__all__ = ["inner_optimizer", "prepared"]
+from stabilizer.inspection import inner_optimizer
+
+__all__ = ["prepared"]
 
 _UNSUPPORTED = {
     "DEEPSPEED": "DeepSpeed ZeRO keeps gradients in partitions of its own",
@@ -59,14 +60,3 @@ def prepared(accelerator: Any, model: nn.Module, optimizers: Sequence[Any]) -> t
     # Accelerate remembers some models as they were before it wrapped them (DDP): the user's own is the outer one then.
     is_inner = bool(found) and unwrap(model) is model
     return found[0] if is_inner else model, prepared
-
-
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer of torch inside what `accelerator.prepare` returned.
-
-    Args:
-        optimizer: Wrapped or not.
-    """
-    while hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer

@@ -223,6 +223,7 @@ class LoopSink:
                 f"log={log!r}: expected a function log(values, step) or a SummaryWriter of torch.utils.tensorboard"
             )
         self._log = log
+        self.writers = [log]
         self.is_logging = rank() == 0
         self._has_warned = False
 
@@ -240,11 +241,11 @@ class LoopSink:
 
     def picture(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure where the writer takes one."""
-        add_picture([self._log], tag, figure, step)
+        add_picture(self.writers, tag, figure, step)
 
     def text(self, tag: str, text: str, step: int) -> None:
         """Write text where the writer takes it."""
-        add_text([self._log], tag, text, step)
+        add_text(self.writers, tag, text, step)
 
     def folder(self) -> str | None:
         """Of the writer, if it has one."""
@@ -256,4 +257,4 @@ class LoopSink:
 
     def charts(self, charts: dict[str, list[str]]) -> None:
         """Arrange TensorBoard's Custom Scalars page."""
-        add_charts([self._log], charts)
+        add_charts(self.writers, charts)

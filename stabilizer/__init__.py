@@ -3,10 +3,10 @@
 `import stabilizer` loads torch and nothing else; the callbacks are in `stabilizer.callbacks`.
 """
 
-from stabilizer import thresholds
+from stabilizer import rollout, thresholds
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError
 from stabilizer.functional import gradient_norms
-from stabilizer.gate import token_gate
+from stabilizer.gating import token_gate
 from stabilizer.parameters import ParameterIndex
 from stabilizer.store import GradientStore
 
@@ -19,6 +19,7 @@ __all__ = [
     "TrainingStoppedError",
     "__version__",
     "gradient_norms",
+    "rollout",
     "thresholds",
     "token_gate",
 ]

@@ -9,11 +9,9 @@ What is closed is taken out by `torch.where`, never by a product: 0 * NaN is NaN
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 from stabilizer.localize.masking import check_dims, masked, unit_norms, whole
 from stabilizer.localize.recomputing import Region, function_calls, is_backward
 
-__all__ = ["Gate", "Place", "gating", "token_gate"]
+__all__ = ["Gate", "Place"]
 
 
 class Place(NamedTuple):
@@ -42,12 +40,13 @@ class Place(NamedTuple):
 class _Segment:
     """One application of the gate: a piece of its units."""
 
-    def __init__(self, x: Tensor, dims: int, *, by_hand: bool) -> None:
+    def __init__(self, x: Tensor, dims: int, *, by_hand: bool, values: Tensor | None = None) -> None:
         self.shape, self.device, self.by_hand = x.shape[:dims], x.device, by_hand
         self.num_units = math.prod(self.shape)
         self.norms: Tensor | None = None
         # Only of what is one number a unit (a token's loss or log-probability): logits would be too large to keep.
-        self.values = x.detach().clone() if x.dim() == dims else None
+        own = x if values is None and x.dim() == dims else values
+        self.values = None if own is None else own.detach().clone()
 
     def all_norms(self) -> Tensor:
         return torch.zeros(self.num_units, device=self.device) if self.norms is None else self.norms
@@ -112,13 +111,14 @@ class Gate:
         device = segments[0].device
         return torch.cat([segment.all_norms().to(device) for segment in segments])
 
-    def apply(self, x: Tensor, *, dims: int, by_hand: bool = False) -> Tensor:
+    def apply(self, x: Tensor, *, dims: int, by_hand: bool = False, values: Tensor | None = None) -> Tensor:
         """Gate a tensor.
 
         Args:
             x: Of any floating dtype.
             dims: How many leading dimensions are the units.
             by_hand: Whether the user placed this application.
+            values: One number a unit, for `all_values`, where `x` has more.
 
         Returns:
             The same values in the same memory, with a gradient that goes through the gate.
@@ -128,7 +128,7 @@ class Gate:
             RuntimeError: If the forward pass is over.
         """
         check_dims(x, dims)
-        segment = self._segment_of(x, dims, by_hand)
+        segment = self._segment_of(x, dims, by_hand, values)
         if segment is None or not (x.requires_grad and torch.is_grad_enabled()):
             return x
         # No view: what is done in place to a view afterwards goes round the hook, and nothing would be closed.
@@ -209,7 +209,7 @@ class Gate:
             inside -= segment.num_units
         raise IndexError(f"unit {unit}: the gate has {self.num_units}")
 
-    def _segment_of(self, x: Tensor, dims: int, by_hand: bool) -> _Segment | None:
+    def _segment_of(self, x: Tensor, dims: int, by_hand: bool, values: Tensor | None) -> _Segment | None:
         """A new segment, or the one that is computed again; `None` for what has no part in the backward pass."""
         frames = list(function_calls())
         is_again = next((index for index, (name, _) in enumerate(frames) if name == "backward"), None)
@@ -223,7 +223,7 @@ class Gate:
         elif self._is_sealed:
             raise RuntimeError("this gate has served one forward pass; the next one needs a new Gate")
         elif x.requires_grad or around:
-            segment = _Segment(x, dims, by_hand=by_hand)
+            segment = _Segment(x, dims, by_hand=by_hand, values=values)
             self._all.append(segment)
         else:
             return None
@@ -239,59 +239,3 @@ class Gate:
             segment.norms = norms if segment.norms is None else torch.hypot(segment.norms, norms)
             mask = self._masks.get(segment)
             return None if mask is None else masked(gradient, mask)
-
-
-_active: Gate | None = None
-
-
-def token_gate(x: Tensor, *, dims: int | None = None) -> Tensor:
-    """Mark a tensor of per-token (or per-sample) terms, so that a search can tell whose gradient is whose.
-
-    Call it on per-token losses or log-probabilities just before they are summed up, in a model whose logits a search
-    does not find. While nothing is searched it returns its argument: no copy, nothing kept, no graph break.
-
-    Args:
-        x: Its leading dimensions are the units: (rows, positions, ...) for tokens, (rows, ...) for samples.
-        dims: How many dimensions are units, where it is not two (one, if there is only one).
-
-    Returns:
-        `x`.
-
-    Raises:
-        ValueError: If `x` has fewer dimensions.
-
-    Example:
-        >>> token_losses = torch.rand(2, 5, requires_grad=True)
-        >>> token_gate(token_losses) is token_losses
-        True
-    """
-    if dims is None:
-        dims = 2 if x.dim() >= 2 else 1
-    check_dims(x, dims)
-    # A plain global: checkpointed parts are computed again on autograd's own threads.
-    return x if _active is None else _active.apply(x, dims=dims, by_hand=True)
-
-
-@contextlib.contextmanager
-def gating(gate: Gate) -> Iterator[None]:
-    """Have `token_gate` use a gate.
-
-    Args:
-        gate: For one forward pass and the backward passes after it; both belong inside, for what reentrant
-            checkpointing computes again calls `token_gate` again.
-
-    Yields:
-        Nothing.
-
-    Example:
-        >>> losses = torch.rand(2, 5, requires_grad=True)
-        >>> with gating(Gate()) as _, torch.enable_grad():
-        ...     token_gate(losses) is losses
-        False
-    """
-    global _active
-    before, _active = _active, gate
-    try:
-        yield
-    finally:
-        _active = before

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stabilizer.fsdp import dtensor_class, fsdp2_groups
 from stabilizer.reduction import world_size
 
-__all__ = ["Reduction", "compute_shapes", "reductions", "whole_sizes"]
+__all__ = ["Reduction", "compute_shapes", "inner_optimizer", "reductions", "whole_sizes"]
 
 # By name: DDP and FSDP1 have hooks of the same names in different modules, and none is imported to ask.
 _HOOKS = {
@@ -168,3 +168,14 @@ def _unwrapped(parameter: Tensor) -> Reduction | None:
     if dtensor is not None and isinstance(parameter, dtensor):
         return ("tensor parallelism", "activations are reduced, gradients of weights are not")
     return None if world_size() == 1 else ("nobody", "there is no DDP or FSDP around the model")
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer of torch inside what `accelerator.prepare` returned.
+
+    Args:
+        optimizer: Wrapped or not.
+    """
+    while hasattr(optimizer, "optimizer") and isinstance(optimizer.optimizer, torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

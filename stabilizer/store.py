@@ -173,6 +173,12 @@ class GradientStore:
             view.record(self.current)
         return self.current
 
+    def total_norm(self) -> Tensor | None:
+        """L2 norm of all gradients as they were measured last, shape (), float32; `None` where that is not known."""
+        if self.current is None or self.failure is not None or 2 not in self._measurer.norm_types:
+            return None
+        return self.current.squares.sum().sqrt().to(torch.float32)
+
     @property
     def needs_replan(self) -> bool:
         """Whether this rank has seen gradients become Partial since the ranks agreed on which are."""

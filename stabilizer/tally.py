@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from stabilizer.batches import count
 from stabilizer.errors import warn
 from stabilizer.reduction import world_size
 
-__all__ = ["LossTally", "MicroBatchLoss", "Weight", "as_number", "find_loss"]
+__all__ = ["Follower", "LossTally", "MicroBatchLoss", "Weight", "as_number", "find_loss"]
 
 Weight: TypeAlias = Literal["auto", "tokens", "samples"]
 
@@ -73,6 +73,19 @@ def as_number(value: Tensor | float, like: Tensor) -> Tensor:
     return like.new_full((), float(value))
 
 
+class Follower(Protocol):
+    """Something else that is collected within a step: it is taken with the losses, and put back with them."""
+
+    def take(self, optimizer_index: int) -> None:
+        """See `LossTally.take`."""
+
+    def put_back(self, optimizer_index: int) -> None:
+        """See `LossTally.put_back`."""
+
+    def discard(self) -> None:
+        """See `LossTally.discard`."""
+
+
 class LossTally:
     """One rank's losses since the last optimizer step.
 
@@ -82,6 +95,7 @@ class LossTally:
     Args:
         weights: The kinds of weight that anybody will read.
         keeps_losses: Whether losses are wanted where no weight is.
+        followers: What goes with the losses.
 
     Example:
         >>> tally = LossTally(["samples"])
@@ -92,8 +106,11 @@ class LossTally:
         [(2.5, (8,))]
     """
 
-    def __init__(self, weights: Sequence[Weight], *, keeps_losses: bool = False) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], *, keeps_losses: bool = False, followers: Sequence[Follower] = ()
+    ) -> None:
         self.weights = tuple(weights)
+        self._followers = tuple(followers)
         self._is_on = keeps_losses or bool(weights)
         self._pieces: list[MicroBatchLoss] = []
         self._taken: list[MicroBatchLoss] = []
@@ -116,12 +133,20 @@ class LossTally:
             own = copy.copy(batch) if isinstance(batch, Mapping | list) else batch
             self._batch, self._has_batch, self._is_begun = own, True, True
 
-    def add(self, loss: Tensor, *, scale: Tensor | float | None = None, starts: bool | None = None) -> None:
+    def add(
+        self,
+        loss: Tensor,
+        *,
+        scale: Tensor | float | None = None,
+        weight: Tensor | float | None = None,
+        starts: bool | None = None,
+    ) -> None:
         """Take a loss that a host has seen being propagated.
 
         Args:
             loss: Of one element; the mean over the micro-batch.
             scale: What it has been multiplied by, a number or shape ().
+            weight: Tokens or samples in the mean; default: counted in the batch.
             starts: Whether it is the first of its micro-batch; by default, if a batch has come since the last one, or
                 never has.
         """
@@ -139,7 +164,7 @@ class LossTally:
             self._pieces[-1] = last._replace(loss=last.loss + value)
             self._batch, self._is_begun = None, False
         else:
-            self._append(value, None)
+            self._append(value, weight)
 
     def tell(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
         """Take the loss of a micro-batch from the user; from now on losses that a host sees are left alone.
@@ -152,7 +177,7 @@ class LossTally:
             return
         if not self._is_told:
             self._is_told, self._odd = True, None
-            self.discard()
+            self._drop()
         value = find_loss(loss)
         self._drop_stale()
         self._append(value, weight)
@@ -164,6 +189,8 @@ class LossTally:
             optimizer_index: Whose step it is. A second optimizer after the same backward passes gets the same losses;
                 one that comes again without new ones gets none.
         """
+        for follower in self._followers:
+            follower.take(optimizer_index)
         if self._pieces:
             self._taken, self._pieces, self._takers, self._is_stale = self._pieces, [], set(), False
         if optimizer_index in self._takers:
@@ -184,6 +211,8 @@ class LossTally:
             optimizer_index: As of `take`.
         """
         self._takers.discard(optimizer_index)
+        for follower in self._followers:
+            follower.put_back(optimizer_index)
 
     def clear(self) -> None:
         """Gradients are cleared. Losses that no step has taken are thrown away with them when the next one comes.
@@ -194,15 +223,20 @@ class LossTally:
 
     def discard(self) -> None:
         """Forget losses that no step has taken."""
-        self._pieces, self._is_stale = [], False
+        self._drop()
+        for follower in self._followers:
+            follower.discard()
 
     def close(self) -> None:
         """Let go of the last batch: its loss may never have come (an evaluation, a run that broke off)."""
         self._batch, self._is_begun = None, False
 
+    def _drop(self) -> None:
+        self._pieces, self._is_stale = [], False
+
     def _drop_stale(self) -> None:
         if self._is_stale:
-            self.discard()
+            self._drop()
 
     def _append(self, value: Tensor | float, weight: Tensor | float | None) -> None:
         if weight is not None:

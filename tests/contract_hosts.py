@@ -17,71 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stabilizer import tags
-from stabilizer.callbacks import StabilizerCallback, attach
+from stabilizer.callbacks import RolloutMismatchCallback, StabilizerCallback, attach
 from tests.accelerate_loops import make_accelerator, make_optimizer
+from tests.contract_base import EPOCH, Host, OutOfDataError, Wrapped, observed_in, weights_of
+from tests.contract_trainer import TrainerHost
 from tests.lightning_models import BATCH_SIZE, PACKAGES, expected_batches, make_module, make_trainer
-from tests.loggers import Points, points_of, row_logger
-from tests.models import loss_of, make_transformer
+from tests.loggers import row_logger
+from tests.models import loss_of
 from tests.spread import no_sync
 
-__all__ = ["EPOCH", "HOSTS", "Host", "OutOfDataError", "Wrapped", "make_host"]
-
-#: Steps of an epoch: Lightning starts an epoch's data over when it resumes in the middle of one.
-EPOCH = 3
-
-
-class OutOfDataError(Exception):
-    """What a loop breaks off with when it is told to."""
-
-
-class Host(abc.ABC):
-    """A short training with AdamW.
-
-    Args:
-        rank: This rank.
-        num_ranks: Number of ranks: the world size of the launcher's call.
-        num_micro_batches: Micro-batches accumulated in a step.
-
-    Attributes:
-        rows: Values and step, as they were logged in the last training.
-    """
-
-    def __init__(self, *, rank: int = 0, num_ranks: int = 1, num_micro_batches: int = 1) -> None:
-        self.rank, self.num_ranks, self.num_micro_batches = rank, num_ranks, num_micro_batches
-        self.rows: list[tuple[dict[str, float], int]] = []
-
-    @property
-    def points(self) -> Points:
-        """What was logged in the last training, but for what a clock says."""
-        return {key: value for key, value in points_of(self.rows).items() if not key[0].endswith(tags.GRADLOC_SECONDS)}
-
-    @abc.abstractmethod
-    def train(
-        self,
-        callbacks: Sequence[StabilizerCallback],
-        *,
-        num_steps: int = 3,
-        save: Path | None = None,
-        load: Path | None = None,
-        breaks_at: int | None = None,
-    ) -> dict[str, Tensor]:
-        """Train a new model.
-
-        Args:
-            callbacks: Ours.
-            num_steps: Optimizer steps in all, with those before a checkpoint.
-            save: Where to leave a checkpoint at the end.
-            load: A checkpoint to go on from, saved after a whole number of epochs.
-            breaks_at: The batch at which OutOfDataError is raised.
-
-        Returns:
-            Weights.
-        """
-
-    @abc.abstractmethod
-    def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
-        """End the last training once more, in every way."""
+__all__ = ["EPOCH", "HOSTS", "Host", "OutOfDataError", "Wrapped", "make_host", "observed_in"]
 
 
 class _Lightning(Host):
@@ -108,6 +53,9 @@ class _Lightning(Host):
             if self._trainer.global_step == breaks_at:
                 raise OutOfDataError
             loss: Tensor = original(batch, batch_idx)
+            for callback in callbacks:
+                if isinstance(callback, RolloutMismatchCallback):
+                    callback.observe(**observed_in(batch))
             return loss
 
         self._module.training_step = step
@@ -123,7 +71,7 @@ class _Lightning(Host):
         self._trainer.fit(self._module, ckpt_path=None if load is None else str(load / "model.ckpt"))
         if save is not None:
             self._trainer.save_checkpoint(save / "model.ckpt")
-        return _weights(self._module)
+        return weights_of(self._module)
 
     def end_again(self, callbacks: Sequence[StabilizerCallback]) -> None:
         for callback in callbacks:
@@ -131,19 +79,6 @@ class _Lightning(Host):
             hooks.on_train_end(self._trainer, self._module)
             hooks.on_exception(self._trainer, self._module, RuntimeError("late"))
             hooks.teardown(self._trainer, self._module, "fit")
-
-
-class Wrapped(nn.Module):
-    """The transformer under the name that it has in the Lightning module, so that layers are called the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = make_transformer()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The transformer's result."""
-        logits: Tensor = self.model(tokens)
-        return logits
 
 
 class _Loop(Host):
@@ -183,13 +118,15 @@ class _Loop(Host):
                         loss = loss_of(model, batch)
                         if step == breaks_at:
                             raise OutOfDataError
+                        if any(callback.observations is not None for callback in callbacks):
+                            self._handle.observe(**observed_in(batch))
                         self._backward(loss, batch)
                         if steps:
                             optimizer.step()
                             optimizer.zero_grad()
             if save is not None:
                 self._save(save, bare, optimizer, num_steps)
-        return _weights(bare)
+        return weights_of(bare)
 
     def _batches(self, step: int) -> list[Any]:
         """This rank's, of a step."""
@@ -266,14 +203,11 @@ class _Plain(_Loop):
         return int(states["num_steps"])
 
 
-def _weights(module: Any) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in module.model.named_parameters()}
-
-
 _KINDS: dict[str, Callable[..., Host]] = {
     **{package: lambda package=package, **options: _Lightning(package, **options) for package in PACKAGES},
     "accelerate": _Accelerate,
     "plain": _Plain,
+    "transformers": TrainerHost,
 }
 HOSTS = tuple(_KINDS)
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stabilizer.gate import token_gate
+from stabilizer.gating import token_gate
 
 __all__ = [
     "GatedModel",

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stabilizer.gate import Gate, gating, token_gate
+from stabilizer.gate import Gate
+from stabilizer.gating import gating, token_gate
 from stabilizer.localize.taps import tapped
 from tests.gate_tools import (
     GatedModel,

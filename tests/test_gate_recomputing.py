@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stabilizer.gate import Gate, Place, gating, token_gate
+from stabilizer.gate import Gate, Place
+from stabilizer.gating import gating, token_gate
 from stabilizer.localize.taps import tapped
 from tests.gate_tools import (
     GatedModel,

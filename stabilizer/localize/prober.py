@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from stabilizer.errors import logger
 from stabilizer.fsdp import has_fsdp1
-from stabilizer.gate import Gate, gating
+from stabilizer.gate import Gate
+from stabilizer.gating import gating
 from stabilizer.localize.guard import Guard
 from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.maps import BlockWatch, leaves_of
