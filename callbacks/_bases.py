@@ -88,6 +88,20 @@ class HostCallback(_Base):  # type: ignore[misc]
         """Called when a run breaks off, while the loggers are open."""
         _lightning(self, trainer, "exception")
 
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        """Called by a trainer of transformers, which wants another kind of callback.
+
+        Raises:
+            ValueError: Says how to give it this one.
+        """
+        name = type(self).__name__
+        raise ValueError(
+            f"{name} is no TrainerCallback: give the trainer callbacks=[StabilizerTrainerCallback([{name}(...)])], which "
+            "brings it to work there (from stabilizer.callbacks import StabilizerTrainerCallback)"
+        )
+
+    on_train_begin = on_init_end  # of a trainer that was made before
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called last."""
         _lightning(self, trainer, "train_end")

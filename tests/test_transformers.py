@@ -50,7 +50,7 @@ def _cases() -> list[Any]:
             strategy,
             accumulation,
             marks=pytest.mark.covers(
-                feature=["gradient norms", "loss windows"], strategy=strategy, host="transformers"
+                feature=["gradient norms", "loss windows", "total clip"], strategy=strategy, host="transformers"
             ),
             id=f"{strategy}-{accumulation}",
         )

@@ -13,12 +13,22 @@ from transformers import LlamaForCausalLM
 from stabilizer.callbacks import (
     AdaptiveClipThreshold,
     GradLocCallback,
+    GradNoiseScaleCallback,
     GradNormCallback,
     LossMeanVarCallback,
     StabilizerCallback,
     StabilizerTrainerCallback,
+    attach,
 )
-from tests.trainer_runs import VOCABULARY, Rows, make_llama, make_trainer, reference
+from tests.trainer_runs import (
+    LEARNING_RATE,
+    VOCABULARY,
+    Rows,
+    make_llama,
+    make_trainer,
+    micro_batches,
+    reference,
+)
 
 TOLERANCE = 1e-5
 
@@ -164,6 +174,44 @@ def test_a_token_is_found_and_training_is_the_same_bit_for_bit(
     assert incident.reproducible
     assert incident.num_passes <= 16
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.covers(feature="noise scale", strategy="single", host="transformers")
+def test_the_noise_scale_is_that_of_a_loop_with_the_same_gradients(tmp_path: Path) -> None:
+    """Whose losses are divided by the tokens of the whole step, as a trainer divides them."""
+    found = []
+    noise = GradNoiseScaleCallback(every_n_steps=1, min_samples=2, batch_unit="tokens")
+    rows: list[tuple[dict[str, float], int]] = []
+    trainer = make_trainer(
+        "single",
+        tmp_path,
+        callbacks=[StabilizerTrainerCallback([noise], log=lambda values, step: rows.append((values, step)))],
+        gradient_accumulation_steps=4,
+        max_steps=4,
+        max_grad_norm=0.0,
+    )
+    trainer.train()
+    found.append({(tag, step - 1): value for values, step in rows for tag, value in values.items()})
+    rows = []
+    model = make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    noise = GradNoiseScaleCallback(every_n_steps=1, min_samples=2, batch_unit="tokens")
+    with attach(
+        None, model=model, optimizer=optimizer, callbacks=[noise], log=lambda values, step: rows.append((values, step))
+    ) as handle:
+        for step in micro_batches(num_steps=4, accumulation=4, num_ranks=1):
+            num_tokens = sum(int((piece["labels"][:, 1:] != -100).sum()) for (piece,) in step)
+            for (piece,) in step:
+                own = int((piece["labels"][:, 1:] != -100).sum())
+                loss = model(**piece).loss
+                (loss * own / num_tokens).backward()
+                handle.record_loss(loss, weight=own)
+            optimizer.step()
+            optimizer.zero_grad()
+    found.append({(tag, step): value for values, step in rows for tag, value in values.items()})
+    assert any(tag.startswith("gns/noise_scale") for tag, _ in found[0])
+    assert found[0].keys() == found[1].keys()
+    assert found[0] == pytest.approx(found[1], rel=1e-3, nan_ok=True)
 
 
 def test_a_clip_and_a_search_in_one_run(tmp_path: Path) -> None:

@@ -136,6 +136,12 @@ def test_from_a_file(tmp_path: Path) -> None:
 def test_what_is_no_callback_of_ours(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a list of StabilizerCallback"):
         StabilizerTrainerCallback([TrainerCallback()])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"callbacks=\[StabilizerTrainerCallback\(\[GradNormCallback\(\.\.\.\)\]\)\]"):
+        make_trainer("single", tmp_path, callbacks=[GradNormCallback()])
+    late = make_trainer("single", tmp_path)
+    late.add_callback(GradNormCallback())
+    with pytest.raises(ValueError, match="StabilizerTrainerCallback"):
+        late.train()
     with pytest.warns(StabilizerWarning, match="nothing to do"):
         callback = StabilizerTrainerCallback([])
     trainer = make_trainer("single", tmp_path, callbacks=[callback])
