@@ -162,10 +162,8 @@ def _map(
 def _l2(group: list[Tensor]) -> Sequence[Tensor]:
     if group[0].device.type != "cpu":
         return _foreach(group, 2.0)
-    # One call for all short ones: there are many (biases, norms), and each call costs more than the sum it makes.
-    short = [tensor for tensor in group if tensor.numel() <= _ROW]
-    values = iter(_foreach(short, 2.0) if short else ())
-    return [next(values) if tensor.numel() <= _ROW else _l2_cpu(tensor) for tensor in group]
+    # One call for what is left of all of them: each call costs more than the sum it makes.
+    return _foreach([_shortened(tensor) for tensor in group], 2.0)
 
 
 def _max_abs(group: list[Tensor]) -> Sequence[Tensor]:
@@ -181,21 +179,23 @@ def _foreach(group: list[Tensor], order: float) -> Sequence[Tensor]:
     return [value.to(torch.float32) for value in values]
 
 
-def _l2_cpu(tensor: Tensor) -> Tensor:
-    flat = _flat(tensor)
-    if flat.dtype in (torch.bfloat16, torch.float16):
-        pieces = [_l2_rows(piece.to(torch.float32)) for piece in flat.split(_PIECE)]
-        return pieces[0] if len(pieces) == 1 else _l2_rows(torch.stack(pieces))
-    return _l2_rows(flat).to(torch.float32)
+def _shortened(tensor: Tensor) -> Tensor:
+    """At most a row of numbers with the same norm, of float32 or float64."""
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return _in_rows(_flat(tensor)) if tensor.numel() > _ROW else tensor
+    pieces = [_in_rows(piece.to(torch.float32)) for piece in _flat(tensor).split(_PIECE)]
+    return pieces[0] if len(pieces) == 1 else _in_rows(torch.cat(pieces))
 
 
-def _l2_rows(flat: Tensor) -> Tensor:
+def _in_rows(flat: Tensor) -> Tensor:
     while flat.numel() > _ROW:
         whole = flat.numel() // _ROW * _ROW
+        if whole == flat.numel():
+            flat = torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1)
+            continue
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-        flat = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)]) if whole < flat.numel() else rows
-    norm: Tensor = torch.linalg.vector_norm(flat)
-    return norm
+        flat = torch.cat([rows, torch.linalg.vector_norm(flat[whole:]).view(1)])
+    return flat
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def test_long_sums_are_precise(numel: int, dtype: torch.dtype) -> None:
 
 
 def test_torch_s_own_norm_would_not_be() -> None:
-    """The reason for our own sum; when this fails, torch has become precise and `norms._l2_cpu` can go."""
+    """The reason for our own sum; when this fails, torch has become precise and `norms._shortened` can go."""
     tensor = torch.full((38_000_000,), 0.0123)
     assert abs(torch._foreach_norm([tensor])[0].item() / _exact(tensor) - 1) > 1e-3
 
