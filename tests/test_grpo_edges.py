@@ -88,6 +88,23 @@ def test_a_sequence_whose_tokens_are_all_a_little_off(tmp_path: Path) -> None:
         assert token.sequence_log_ratio > 11.51
 
 
+def test_the_ratio_to_the_engine_that_sampled_counts_too(tmp_path: Path) -> None:
+    """With vLLM TRL weighs by it; its log-probs of that token are wrong, the old policy's are right."""
+
+    def plant(trainer: Any, batch: dict[str, Tensor]) -> None:
+        batch["sampling_per_token_logps"] = batch["old_per_token_logps"].clone()
+        batch["sampling_per_token_logps"][0, 0] = math.nan  # which the engine could not score
+        _plant_advantage(trainer, batch)
+        if trainer._step == FAULT_AT:
+            batch["sampling_per_token_logps"][ROW, POSITION] = OLD_LOG_PROB
+
+    (incident,) = _run(tmp_path, inject=plant).incidents
+    (token,) = incident.tokens
+    assert (incident.type, token.row, token.position) == ("A.1", ROW, POSITION)
+    assert token.log_ratio is not None
+    assert -8 < token.log_ratio + OLD_LOG_PROB < 0
+
+
 def test_a_reference_policy_and_accumulation(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path / "model")
 

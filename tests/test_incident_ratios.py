@@ -87,6 +87,17 @@ def test_log_ratios_from_two_policies(name: str) -> None:
         assert found["sequence_log_ratio"] == pytest.approx(expected[:4].double().sum().item(), rel=1e-6)
 
 
+def test_of_two_earlier_policies_the_one_that_is_farther_counts() -> None:
+    """A loss may divide by either; a token that one of them could not score has the other's ratio."""
+    now = -torch.rand(ROWS, LENGTH)
+    old, sampling = now - 0.5, now.clone()
+    sampling[1, 2], sampling[1, 3] = -14.0, torch.nan
+    batch = {"completion_ids": IDS, "old_log_probs": old, "sampling_per_token_logps": sampling}
+    (first, second, third) = described(batch, (1, 2), (1, 3), (1, 4), values=now)
+    assert first["log_ratio"] == pytest.approx(now[1, 2].item() + 14.0, rel=1e-6)
+    assert [second["log_ratio"], third["log_ratio"]] == pytest.approx([0.5, 0.5], rel=1e-5)
+
+
 def test_a_ratio_that_cannot_be_seen_is_none() -> None:
     old = -torch.rand(ROWS, LENGTH)
     for batch, values in (

@@ -15,7 +15,7 @@ __all__ = ["advantage", "log_ratios", "sequence_mask"]
 
 _LOG_PROBS = r"(per_token_)?(action_)?log_?p(rob)?s?"
 _RATIO_NAMES = ("log_(importance_)?ratios?",)
-# The policy that the loss divides by, before one that only sampled. A reference policy is neither.
+# The policy that the loss divides by, and the one that sampled where it is another. A reference policy is neither.
 _BEHAVIOUR_NAMES = tuple(
     f"{policy}_(policy_)?{_LOG_PROBS}"
     for policy in ("old", "prev(ious)?", "behaviou?r", "rollout", "sampling", "generation", "inference", "vllm")
@@ -30,7 +30,8 @@ def log_ratios(entries: Mapping[str, Tensor], grid: Grid, values: Tensor | None 
 
     Args:
         entries: Tensors of the batch by dotted keys: `log_ratios`, or log-probs of an earlier policy (`old_log_probs`,
-            `sampling_per_token_logps`, ...).
+            `sampling_per_token_logps`, ...). Of several the one counts that is farthest from the current policy: a loss
+            may divide by any of them.
         grid: Where the units are.
         values: What the gate let through, one number a unit: the current log-probs, if they are not above 0. Without
             them, the batch's own (`log_probs`) are taken.
@@ -48,13 +49,16 @@ def log_ratios(entries: Mapping[str, Tensor], grid: Grid, values: Tensor | None 
     batch_own = _first(entries, _CURRENT_NAMES, grid)
     at_gate = None if values is None else _as_log_probs(values, grid)
     current = batch_own if at_gate is None else at_gate
-    behaviour = _first(entries, _BEHAVIOUR_NAMES, grid)
-    if behaviour is None and at_gate is not None:
-        behaviour = batch_own  # the batch was made before this forward
-    if current is None or behaviour is None:
+    behaviours = _all(entries, _BEHAVIOUR_NAMES, grid)
+    if not behaviours and at_gate is not None and batch_own is not None:
+        behaviours = [batch_own]  # the batch was made before this forward
+    if current is None or not behaviours:
         return None
-    length = min(current.shape[1], behaviour.shape[1])
-    return current[:, :length] - behaviour[:, :length]
+    length = min(found.shape[1] for found in (current, *behaviours))
+    apart = torch.stack([current[:, :length] - found[:, :length] for found in behaviours])
+    # A token that the one which sampled could not score has no number there.
+    farthest = apart.abs().nan_to_num(nan=-1.0, posinf=torch.inf).argmax(0, keepdim=True)
+    return apart.gather(0, farthest).squeeze(0)
 
 
 def sequence_mask(entries: Mapping[str, Tensor], grid: Grid) -> Tensor | None:
@@ -92,10 +96,12 @@ def advantage(entries: Mapping[str, Tensor], grid: Grid, *, row: int, position: 
 
 
 def _first(entries: Mapping[str, Tensor], names: tuple[str, ...], grid: Grid) -> Tensor | None:
-    for found in named(entries, names):
-        if (fitted := grid.fitted(found)) is not None:
-            return fitted.detach().cpu().double()
-    return None
+    return next(iter(_all(entries, names, grid)), None)
+
+
+def _all(entries: Mapping[str, Tensor], names: tuple[str, ...], grid: Grid) -> list[Tensor]:
+    fitted = [grid.fitted(found) for found in named(entries, names)]
+    return [found.detach().cpu().double() for found in fitted if found is not None]
 
 
 def _as_log_probs(values: Tensor, grid: Grid) -> Tensor | None:
