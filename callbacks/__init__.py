@@ -3,6 +3,7 @@
 See `attach` for loops, and `StabilizerCallback` for a callback of your own.
 """
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Lightning's hooks)
@@ -42,11 +43,21 @@ __all__ = [
     "recommended",
 ]
 
+if importlib.util.find_spec("transformers") is None:
+    __all__.remove("StabilizerTrainerCallback")  # a star import shall not fail
+
 
 def __getattr__(name: str) -> Any:
     # transformers is slow to import, and need not be there.
-    if name == "StabilizerTrainerCallback":
+    if name != "StabilizerTrainerCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         from stabilizer.callbacks.transformers import StabilizerTrainerCallback
-
-        return StabilizerTrainerCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "accelerate"):
+            raise
+        raise ImportError(
+            f'{name} needs {error.name}, which is not installed: pip install "torch-stabilizer[transformers]"',
+            name=error.name,
+        ) from error
+    return StabilizerTrainerCallback

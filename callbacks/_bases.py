@@ -96,8 +96,8 @@ class HostCallback(_Base):  # type: ignore[misc]
         """
         name = type(self).__name__
         raise ValueError(
-            f"{name} is no TrainerCallback: give the trainer callbacks=[StabilizerTrainerCallback([{name}(...)])], which "
-            "brings it to work there (from stabilizer.callbacks import StabilizerTrainerCallback)"
+            f"{name} is no TrainerCallback: give the trainer callbacks=[StabilizerTrainerCallback([{name}(...)])], "
+            "which brings it to work there (from stabilizer.callbacks import StabilizerTrainerCallback)"
         )
 
     on_train_begin = on_init_end  # of a trainer that was made before

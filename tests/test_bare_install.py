@@ -21,6 +21,13 @@ import stabilizer
 from stabilizer.callbacks import GradNormCallback, StabilizerCallback
 assert issubclass(GradNormCallback, StabilizerCallback)
 GradNormCallback()
+from stabilizer.callbacks import *
+try:
+    from stabilizer.callbacks import StabilizerTrainerCallback
+except ImportError as error:
+    assert 'pip install "torch-stabilizer[transformers]"' in str(error), error
+else:
+    raise AssertionError("there is no transformers")
 """
 
 USES_CORE = """
