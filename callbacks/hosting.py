@@ -23,6 +23,7 @@ __all__ = [
     "check_selections",
     "is_disabled",
     "is_joined",
+    "is_off",
     "refuse_optimizers",
     "scale_still_in",
     "stand_before",
@@ -36,13 +37,18 @@ JOINED = (
 )
 
 
+def is_off() -> bool:
+    """Whether the environment turns everything off."""
+    return os.environ.get("STABILIZER_DISABLE", "").strip().lower() not in ("", "0", "false", "no")
+
+
 def is_disabled(callbacks: Sequence[StabilizerCallback]) -> bool:
     """Whether the environment turns everything off; says so.
 
     Args:
         callbacks: Those that will do nothing.
     """
-    if os.environ.get("STABILIZER_DISABLE", "").strip().lower() in ("", "0", "false", "no"):
+    if not is_off():
         return False
     names = sorted({type(callback).__name__ for callback in callbacks})
     warn(f"STABILIZER_DISABLE is set: {', '.join(names)} do nothing in this run")

@@ -275,8 +275,9 @@ class LossMeanVarCallback(StabilizerCallback):
         context.log(tags.LOSS_NONFINITE, self._num_nonfinite[index])
         extremes = self._extremes.pop(index, None)
         if extremes is not None:
-            context.log(tags.LOSS_MIN, extremes.minimum)
-            context.log(tags.LOSS_MAX, extremes.maximum)
+            # Of losses that are not finite there is neither.
+            context.log(tags.LOSS_MIN, extremes.minimum, finite_only=True)
+            context.log(tags.LOSS_MAX, extremes.maximum, finite_only=True)
             context.log(tags.LOSS_MAX_RANK, extremes.max_rank)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def describe_parameters(found: Sequence[BadParameter]) -> str:
         counts = [f"{num} {kind}" for num, kind in ((bad.num_nan, "NaN"), (bad.num_inf, "Inf")) if num]
         texts.append(f"{bad.name} ({', '.join(counts)})")
     if not texts:
-        return "all elements are finite, but their norm is not"
+        return "its norm alone (on rank 0 all elements are finite)"
     rest = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
     return texts[0] + (f" first in backward order, then {', '.join(texts[1:])}{rest}" if texts[1:] else "")
 

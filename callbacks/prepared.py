@@ -10,13 +10,30 @@ from torch import nn
 
 from stabilizer.inspection import inner_optimizer
 
-__all__ = ["prepared"]
+__all__ = ["prepared", "refuse_engines"]
 
 _UNSUPPORTED = {
     "DEEPSPEED": "DeepSpeed ZeRO keeps gradients in partitions of its own",
     "MEGATRON_LM": "Megatron-LM computes and clips gradients inside its own engine",
     "XLA": "torch_xla reduces gradients inside the optimizer's step",
 }
+
+
+def refuse_engines(accelerator: Any) -> None:
+    """Raise where an engine keeps gradients to itself.
+
+    Args:
+        accelerator: Of Accelerate.
+
+    Raises:
+        ValueError: Names the engine and the way out.
+    """
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _UNSUPPORTED:
+        raise ValueError(
+            f"accelerator.distributed_type={kind}: {_UNSUPPORTED[kind]}, where no callback can see them. Use DDP or "
+            "FSDP, or set STABILIZER_DISABLE=1 to train without the stabilizer callbacks."
+        )
 
 
 def prepared(accelerator: Any, model: nn.Module, optimizers: Sequence[Any]) -> tuple[nn.Module, list[Any]]:
@@ -35,12 +52,7 @@ def prepared(accelerator: Any, model: nn.Module, optimizers: Sequence[Any]) -> t
     """
     if not hasattr(accelerator, "sync_gradients") or not hasattr(accelerator, "prepare"):
         raise ValueError(f"accelerator={accelerator!r}: expected an accelerate.Accelerator, or None for a plain loop")
-    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    if kind in _UNSUPPORTED:
-        raise ValueError(
-            f"accelerator.distributed_type={kind}: {_UNSUPPORTED[kind]}, where no callback can see them. Use DDP or "
-            "FSDP, or set STABILIZER_DISABLE=1 to train without the stabilizer callbacks."
-        )
+    refuse_engines(accelerator)
     models, known = accelerator._models, accelerator._optimizers
     if not models and not known:
         raise ValueError("the accelerator has prepared nothing yet: call attach after accelerator.prepare")

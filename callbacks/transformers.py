@@ -15,8 +15,9 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from stabilizer.callbacks.base import StabilizerCallback
-from stabilizer.callbacks.hosting import check_callbacks, is_disabled, stand_before
+from stabilizer.callbacks.hosting import check_callbacks, is_disabled, is_off, stand_before
 from stabilizer.callbacks.preflight import preflight
+from stabilizer.callbacks.prepared import refuse_engines
 from stabilizer.callbacks.trainer_clipping import check_clipping, take_over
 from stabilizer.callbacks.trainer_handle import TrainerHandle
 from stabilizer.callbacks.trainer_setting import trainer_setting
@@ -90,6 +91,8 @@ class StabilizerTrainerCallback(TrainerCallback):
         check_clipping(args, takes_over=self.take_over_clipping or not self.callbacks)
         found = _caller(self)
         if found is not None:
+            if self.callbacks and not is_off():
+                refuse_engines(found[0].accelerator)
             # An exception that ends training has no event of its own.
             stand_before(found[0], "train", _Guarded(self))
 
