@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stabilizer.callbacks.hosting import stand_before
-from stabilizer.errors import warn
+from stabilizer.errors import logger, warn
 
 __all__ = ["PolicySignals"]
 
@@ -29,7 +29,7 @@ class PolicySignals:
     def __init__(self, trainer: Any, observe: Callable[..., None]) -> None:
         self._trainer, self._observe = trainer, observe
         self._seen: tuple[Any, ...] = ()
-        self._is_on = self._has_rewards = self._has_warned = False
+        self._is_on = self._has_rewards = self._has_warned = self._has_failed = False
         self._sampled_at = int(trainer.state.global_step)
         weights = getattr(trainer, "reward_weights", None)
         self._weights = None if weights is None else weights.detach().to("cpu", torch.float64)
@@ -56,9 +56,16 @@ class PolicySignals:
         """
         self._is_on = False
         seen, self._seen = self._seen, ()
-        if seen and isinstance(inputs, Mapping) and isinstance(inputs.get("completion_mask"), Tensor):
+        mask = inputs.get("completion_mask") if isinstance(inputs, Mapping) else None
+        if self._has_failed or not seen or not isinstance(mask, Tensor) or seen[0].shape != mask.shape:
+            return
+        try:
             with torch.no_grad():
                 self._observe(**self._observed(inputs, *seen))
+        except Exception:
+            # No collective here: a rank may stop alone.
+            self._has_failed = True
+            logger.exception("the signals of the policy could not be read off the batch; training goes on without them")
 
     def close(self) -> None:
         """Put the trainer's methods back."""
@@ -81,12 +88,12 @@ class PolicySignals:
     def _observed(self, inputs: Mapping[str, Any], current: Tensor, entropies: Tensor | None = None) -> dict[str, Any]:
         completion_mask = inputs["completion_mask"]
         mask = completion_mask * inputs["tool_mask"] if "tool_mask" in inputs else completion_mask
-        lengths = completion_mask.sum(1)
+        lengths, truncated = self._lengths(inputs)
         found = {
             "mask": mask,
             "entropy": entropies,
             "completion_length": lengths,
-            "truncated": self._truncated(inputs, lengths),
+            "truncated": truncated,
             "policy_lag": float(self._trainer.state.global_step - self._sampled_at),
             **self._policies(inputs, current),
             **self._rewards(),
@@ -112,9 +119,9 @@ class PolicySignals:
         if not self._has_warned:
             self._has_warned = True
             warn(
-                "the trainer keeps no log-probs of the policy that sampled (no vLLM, and every batch is used once): "
-                "the mismatch of rollouts is not observable. num_iterations=2, or steps_per_generation over "
-                "gradient_accumulation_steps, or vLLM make it so; the signals of the policy are logged"
+                "the trainer keeps no log-probs by token of the policy that sampled (GRPO does with vLLM, and where a "
+                "batch is used more than once: num_iterations, steps_per_generation over gradient_accumulation_steps): "
+                "the mismatch of rollouts is not observable; the signals of the policy are logged"
             )
         return {}
 
@@ -133,18 +140,23 @@ class PolicySignals:
         is_low: Tensor = (ratios < 1 - trainer.epsilon_low) & (advantages < 0)
         return (is_low | is_high).float()
 
-    def _truncated(self, inputs: Mapping[str, Any], lengths: Tensor) -> Tensor | None:
+    def _lengths(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Tokens of every completion, and whether it was cut off."""
+        lengths: Tensor = inputs["completion_mask"].sum(1)
         ends: Sequence[int] | None = getattr(self._trainer, "eos_token_ids", None)
         tokens, longest = inputs.get("completion_ids"), getattr(self._trainer, "max_completion_length", None)
         if not ends or longest is None or not isinstance(tokens, Tensor) or not tokens.shape[1]:
-            return None
+            return lengths, None
         # A completion may end by the token that others are filled up with.
         filler = getattr(getattr(self._trainer, "processing_class", None), "pad_token_id", None)
         ends = [*ends, *([] if filler is None else [filler])]
+        # TRL can take those that were cut off out of the loss, and their mask is empty then.
+        is_left_out = (lengths == 0) & bool(getattr(self._trainer, "mask_truncated_completions", False))
+        lengths = torch.where(is_left_out, tokens.shape[1], lengths)
         last = tokens.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         has_ended = torch.stack([last == end for end in ends]).any(0)
-        is_cut: Tensor = (lengths >= longest) & ~has_ended
-        return is_cut.float()
+        is_cut: Tensor = is_left_out | ((lengths >= longest) & ~has_ended)
+        return lengths, is_cut.float()
 
     def _rewards(self) -> dict[str, Any]:
         """Of the completions that were sampled last, once; those of all ranks, as TRL has gathered them."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.hosting import stand_before
 
-__all__ = ["TakenOver", "check_clipping", "take_over"]
+__all__ = ["TakenOver", "check_clipping", "hold_limit", "take_over"]
 
 _NAME = "max_grad_norm"
 
@@ -74,6 +75,36 @@ def take_over(arguments: Any, callbacks: Sequence[StabilizerCallback]) -> TakenO
         name=_NAME,
     )
     return TakenOver([*own, clip], f"{said} by {clip.state_key}, a fixed one")
+
+
+def hold_limit(trainer: Any) -> Callable[[], None]:
+    """Have a trainer not clip, and its checkpoints say that it does.
+
+    Args:
+        trainer: One that clips.
+
+    Returns:
+        Puts the limit back, unless somebody has set another one.
+    """
+    arguments, limit = trainer.args, trainer.args.max_grad_norm
+
+    def save_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Its arguments are saved too; whoever trains with them again means the limit.
+        held, arguments.max_grad_norm = arguments.max_grad_norm, arguments.max_grad_norm or limit
+        try:
+            return original(*args, **kwargs)
+        finally:
+            arguments.max_grad_norm = held
+
+    arguments.max_grad_norm = 0.0
+    undo = stand_before(trainer, "save_model", save_model)
+
+    def put_back() -> None:
+        undo()
+        if arguments.max_grad_norm == 0:
+            arguments.max_grad_norm = limit
+
+    return put_back
 
 
 def _limit(arguments: Any) -> float | None:

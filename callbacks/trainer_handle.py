@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from stabilizer.batches import count
 from stabilizer.callbacks.accelerate import AccelerateHandle
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
@@ -21,13 +21,17 @@ from stabilizer.callbacks.state_files import encode_states, write_states
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.trainer_memory import Remembered
 from stabilizer.callbacks.trainer_replay import TrainerReplayer
+from stabilizer.callbacks.trainer_shares import Shares
 from stabilizer.callbacks.trainer_sink import TrainerSink
-from stabilizer.errors import warn
+from stabilizer.errors import logger, warn
 from stabilizer.localize.recording import Recorder
+from stabilizer.reduction import Reducer, accumulation_dtype
 
 __all__ = ["TrainerHandle"]
 
 _FOLDER = "alarms"
+#: Of `compute_loss`, after model and inputs.
+_ARGUMENTS = ("return_outputs", "num_items_in_batch")
 
 
 class TrainerHandle(AccelerateHandle):
@@ -48,8 +52,7 @@ class TrainerHandle(AccelerateHandle):
         model, optimizers = prepared(accelerator, trainer.model_wrapped, [trainer.optimizer])
         self._computed: Tensor | None = None
         self._remembered: Remembered | None = None
-        self._num_items: Any = None
-        self._inputs: Any = None
+        self._shares: Shares | None = None
         self._wanted: list[str] = []
         super().__init__(callbacks, model=model, optimizers=optimizers, sink=sink, groups=None, accelerator=accelerator)
         if self._replayer.reason is not None and self._suites.replays.keeps_batches:
@@ -94,17 +97,39 @@ class TrainerHandle(AccelerateHandle):
         return str(self._alarm_folder(name) / f"checkpoint-{self._trainer.state.global_step + 1}")
 
     def save_wanted(self) -> None:
-        """Save what was asked for; on every rank, when the trainer has counted the step."""
+        """Save what was asked for; on every rank, when the trainer has counted the step. A full disk ends no run."""
         wanted, self._wanted = self._wanted, []
         for name in wanted:
             folder = self._alarm_folder(name)
-            # Its own folder: the trainer deletes old checkpoints beside the one it saves.
-            undo = stand_before(self._trainer, "_get_output_dir", lambda original, trial, at=str(folder): at)
             try:
-                self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
-            finally:
-                undo()
-            self.save_states(folder / f"checkpoint-{self._trainer.state.global_step}")
+                if self._can_write(folder):
+                    self._save_in(folder)
+            except Exception:
+                logger.exception("the checkpoint %s could not be saved; training goes on", folder)
+
+    def _can_write(self, folder: Path) -> bool:
+        """Whether the rank that writes can; a collective, since the others wait for it within the save."""
+        failed = torch.zeros(1, dtype=torch.float64)
+        if self._trainer.args.should_save:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                probe = folder / ".stabilizer"
+                probe.write_bytes(b"0" * 4096)
+                probe.unlink()
+            except OSError as error:
+                logger.error("no checkpoint is saved in %s: %s; training goes on", folder, error)
+                failed += 1
+        device = self._accelerator.device
+        return not Reducer(device).sum(failed.to(device, accumulation_dtype(device))).item()
+
+    def _save_in(self, folder: Path) -> None:
+        # Its own folder: the trainer deletes old checkpoints beside the one it saves.
+        undo = stand_before(self._trainer, "_get_output_dir", lambda original, trial, at=str(folder): at)
+        try:
+            self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
+        finally:
+            undo()
+        self.save_states(folder / f"checkpoint-{self._trainer.state.global_step}")
 
     def save_states(self, folder: Path) -> None:
         """Put the states of all callbacks beside what the trainer has saved; every rank.
@@ -128,29 +153,28 @@ class TrainerHandle(AccelerateHandle):
     def close(self, *, after_exception: bool = False) -> None:
         """Put everything back; see `LoopHandle.close`."""
         super().close(after_exception=after_exception)
-        for name in ("_trainer", "_signals", "_computed", "_remembered", "_num_items", "_inputs"):
+        for name in ("_trainer", "_signals", "_computed", "_remembered", "_shares"):
             self.__dict__.pop(name, None)
 
     def _compute_loss(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        replays = self._suites.replays
-        # Neither an evaluation nor a replay.
-        if self.is_closed or replays.is_running or not model.training:
+        # Neither an evaluation nor a replay, nor one more loss that only a log will see.
+        is_own = model.training and torch.is_grad_enabled() and not self._suites.replays.is_running
+        if self.is_closed or not is_own:
             return original(model, inputs, *args, **kwargs)
-        self._begin_micro_batch(original, inputs, args, kwargs)
+        kwargs = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+        self._begin_micro_batch(original, inputs, kwargs)
         assert isinstance(self._replayer, TrainerReplayer)
         if self._signals is not None:
             self._signals.begin()
         with self._replayer.memory.recording(self._remembered):
-            result = original(model, inputs, *args, **kwargs)
+            result = original(model, inputs, **kwargs)
         if self._signals is not None:
             self._signals.end(inputs)
         loss = result[0] if isinstance(result, tuple) else result
         self._computed = loss if isinstance(loss, Tensor) else None
         return result
 
-    def _begin_micro_batch(
-        self, compute: Callable[..., Any], inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _begin_micro_batch(self, compute: Callable[..., Any], inputs: Any, kwargs: dict[str, Any]) -> None:
         self._remembered = None
         replays, tally = self._suites.replays, self._suites.tally
         if replays.is_on:
@@ -158,41 +182,28 @@ class TrainerHandle(AccelerateHandle):
             if isinstance(replays.recorder, Recorder) and isinstance(self._replayer, TrainerReplayer):
                 self._remembered = self._replayer.begin(replays.recorder.micro_batches[-1], compute)
         self._suites.facts.see_batch(inputs)
-        self._num_items, self._inputs = kwargs.get("num_items_in_batch"), inputs
         if tally.weights:
             tally.begin(inputs)
+            self._shares = Shares.of(self._trainer, inputs, kwargs.get("num_items_in_batch"), compute=compute)
 
     def _backward(self, original: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+        shares = Shares() if self._shares is None else self._shares
         # One that is the very same was divided by nothing in between.
-        divisor = 1 if loss is self._computed else self._trainer.current_gradient_accumulation_steps
+        is_divided = loss is not self._computed and not shares.is_scaled(self._trainer)
+        steps = self._trainer.current_gradient_accumulation_steps
         if self._remembered is not None:
-            self._remembered.divisor = divisor
-        computed, self._computed = self._computed, None
+            self._remembered.divisor = steps if is_divided else 1
+        self._computed = self._shares = None
         result = original(loss, **kwargs)
         self._num_backwards += 1
         self._batch_index += 1
         self._num_calls += 1
         if isinstance(loss, Tensor):
-            self._tally(loss, computed, is_divided=divisor != 1)
-        self._inputs = self._num_items = None
+            if is_divided:
+                self._suites.tally.add(loss, scale=1.0 / steps, starts=True)
+            else:
+                shares.add(loss, self._suites.tally, num_parts=steps)
         return result
-
-    def _tally(self, loss: Tensor, computed: Tensor | None, *, is_divided: bool) -> None:
-        """Take the mean loss of a micro-batch, whatever part of a step's loss the trainer has made of it."""
-        tally, num_items = self._suites.tally, self._num_items
-        if is_divided and computed is not None:
-            tally.add(computed, starts=True)
-            return
-        labels = self._inputs.get("labels") if hasattr(self._inputs, "get") else None
-        if num_items is None or not isinstance(labels, Tensor) or not tally.weights:
-            # A part of the step's mean: all parts count alike, and their mean is the loss that is minimised.
-            steps = self._trainer.current_gradient_accumulation_steps
-            tally.add(loss, scale=1.0 / steps, weight=1.0, starts=True)
-            return
-        # A sum over this micro-batch's tokens, divided by the number of those in the whole step.
-        own = count(self._inputs, "tokens")
-        world = self._accelerator.num_processes if self._trainer.args.average_tokens_across_devices else 1
-        tally.add(loss, scale=world * own / num_items, starts=True)
 
     def _clip_grad_norm_(self, original: Callable[..., Any], parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         if max_norm != math.inf or norm_type != 2:

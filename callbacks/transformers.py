@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -18,7 +19,7 @@ from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.hosting import check_callbacks, is_disabled, is_off, stand_before
 from stabilizer.callbacks.preflight import preflight
 from stabilizer.callbacks.prepared import refuse_engines
-from stabilizer.callbacks.trainer_clipping import check_clipping, take_over
+from stabilizer.callbacks.trainer_clipping import check_clipping, hold_limit, take_over
 from stabilizer.callbacks.trainer_handle import TrainerHandle
 from stabilizer.callbacks.trainer_setting import trainer_setting
 from stabilizer.callbacks.trainer_sink import TrainerSink
@@ -61,6 +62,8 @@ class StabilizerTrainerCallback(TrainerCallback):
         self.take_over_clipping, self._log = take_over_clipping, log
         self._handle: TrainerHandle | None = None
         self._undo: list[Callable[[], None]] = []
+        self._guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._folder: Path | None = None  # of the last checkpoint
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str], **arguments: Any) -> StabilizerTrainerCallback:
@@ -95,6 +98,7 @@ class StabilizerTrainerCallback(TrainerCallback):
                 refuse_engines(found[0].accelerator)
             # An exception that ends training has no event of its own.
             stand_before(found[0], "train", _Guarded(self))
+            self._guarded.add(found[0])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Training starts: attach."""
@@ -117,12 +121,9 @@ class StabilizerTrainerCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The trainer has saved a checkpoint: put the callbacks' states into it."""
-        if self._handle is None:
-            return
-        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        # A search of hyperparameters has folders of its own in between.
-        places = [Path(args.output_dir) / name, *Path(args.output_dir).glob(f"*/{name}")]
-        self._handle.save_states(next((place for place in places if place.is_dir()), places[0]))
+        if self._handle is not None:
+            place = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self._handle.save_states(place if self._folder is None else self._folder)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """The trainer has evaluated: a reward there is one of prompts that are held out."""
@@ -150,12 +151,10 @@ class StabilizerTrainerCallback(TrainerCallback):
                 self._undo.pop()()
 
     def _attach(self, trainer: Any, checkpoint: str | None) -> None:
-        arguments, limit = trainer.args, trainer.args.max_grad_norm
-        taken = take_over(arguments, self.callbacks)
+        taken = take_over(trainer.args, self.callbacks)
         if taken.described:
             logger.info(taken.described)
-            arguments.max_grad_norm = 0.0
-            self._undo.append(lambda: setattr(arguments, "max_grad_norm", limit))
+            self._undo.append(hold_limit(trainer))
         if (limited := taken.limited) is not None:
             self._undo.append(lambda: setattr(limited, "max_threshold", None))
         try:
@@ -168,14 +167,30 @@ class StabilizerTrainerCallback(TrainerCallback):
             raise
         # Before all other callbacks are told: reporters close their files then.
         self._undo.append(stand_before(trainer.callback_handler, "on_train_end", self._before_train_end))
+        self._undo.append(stand_before(trainer, "_save_checkpoint", functools.partial(self._save_checkpoint, trainer)))
+        if trainer not in self._guarded:
+            # Its `train` is under way already: what that calls is what can be guarded.
+            names = [name for name in ("_run_epoch", "_finalize_training") if hasattr(trainer, name)]
+            self._undo += [stand_before(trainer, name, _Guarded(self)) for name in names]
         preflight(lambda: trainer_setting(trainer, taken.callbacks, clipping=taken.described))
+
+    def _save_checkpoint(self, trainer: Any, original: Callable[..., Any], model: Any, trial: Any = None) -> Any:
+        result = original(model, trial)
+        # A search of hyperparameters has folders of its own.
+        folder = Path(trainer._get_output_dir(trial=trial))
+        self._folder = folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        return result
 
     def _before_train_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.close()
         return original(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handle": None, "_undo": []}
+        return {**self.__dict__, "_handle": None, "_undo": [], "_guarded": None, "_folder": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._guarded = weakref.WeakSet()
 
 
 class _Guarded:
@@ -214,6 +229,6 @@ def _caller(callback: StabilizerTrainerCallback) -> tuple[Any, str | None] | Non
         handler = getattr(trainer, "callback_handler", None)
         if hasattr(trainer, "accelerator") and any(one is callback for one in getattr(handler, "callbacks", ())):
             checkpoint = frame.f_locals.get("resume_from_checkpoint")
-            return trainer, checkpoint if isinstance(checkpoint, str) else None
+            return trainer, os.fspath(checkpoint) if isinstance(checkpoint, str | os.PathLike) else None
         frame = frame.f_back
     return None

@@ -194,7 +194,9 @@ def _numbers(num: int, losses: Sequence[MicroBatchLoss], *, column: int, like: T
     """This rank's sums, shape (10,)."""
     if losses:
         sizes = torch.stack([as_number(piece.weights[column], like) for piece in losses])
-        values = torch.stack([as_number(piece.loss, like) for piece in losses])
+        # What the parts' gradients are the gradients of.
+        given = [piece.loss if piece.propagated is None else piece.propagated for piece in losses]
+        values = torch.stack([as_number(loss, like) for loss in given])
     else:
         sizes = like.new_ones(num)
         values = like.new_full((num,), torch.nan)

@@ -19,10 +19,18 @@ Weight: TypeAlias = Literal["auto", "tokens", "samples"]
 
 
 class MicroBatchLoss(NamedTuple):
-    """A loss and its weight of every kind that is asked for: numbers, or tensors of shape ()."""
+    """A loss and its weight of every kind that is asked for: numbers, or tensors of shape ().
+
+    Attributes:
+        loss: Mean over the micro-batch.
+        weights: Of every kind.
+        propagated: What its gradient is the gradient of, up to a factor that all have in common, where that is not the
+            mean: a sum, say.
+    """
 
     loss: Tensor | float
     weights: tuple[Tensor | float, ...]
+    propagated: Tensor | float | None = None
 
 
 def find_loss(output: Any) -> Tensor | float:
@@ -138,7 +146,8 @@ class LossTally:
         loss: Tensor,
         *,
         scale: Tensor | float | None = None,
-        weight: Tensor | float | None = None,
+        weights: Mapping[Weight, Tensor | float] | None = None,
+        propagated: Tensor | None = None,
         starts: bool | None = None,
     ) -> None:
         """Take a loss that a host has seen being propagated.
@@ -146,7 +155,8 @@ class LossTally:
         Args:
             loss: Of one element; the mean over the micro-batch.
             scale: What it has been multiplied by, a number or shape ().
-            weight: Tokens or samples in the mean; default: counted in the batch.
+            weights: Of kinds whose weight is known; the others are counted in the batch.
+            propagated: See `MicroBatchLoss`.
             starts: Whether it is the first of its micro-batch; by default, if a batch has come since the last one, or
                 never has.
         """
@@ -164,7 +174,7 @@ class LossTally:
             self._pieces[-1] = last._replace(loss=last.loss + value)
             self._batch, self._is_begun = None, False
         else:
-            self._append(value, weight)
+            self._append(value, weights, propagated=None if propagated is None else find_loss(propagated))
 
     def tell(self, loss: Any, *, weight: Tensor | float | None = None) -> None:
         """Take the loss of a micro-batch from the user; from now on losses that a host sees are left alone.
@@ -180,7 +190,7 @@ class LossTally:
             self._drop()
         value = find_loss(loss)
         self._drop_stale()
-        self._append(value, weight)
+        self._append(value, None if weight is None else dict.fromkeys(self.weights, weight))
 
     def take(self, optimizer_index: int) -> list[MicroBatchLoss]:
         """The losses of the step at hand.
@@ -238,12 +248,16 @@ class LossTally:
         if self._is_stale:
             self._drop()
 
-    def _append(self, value: Tensor | float, weight: Tensor | float | None) -> None:
-        if weight is not None:
-            weights: tuple[Tensor | float, ...] = (weight,) * len(self.weights)
-        else:
-            weights = tuple(self._count(kind) for kind in self.weights)
-        self._pieces.append(MicroBatchLoss(value, weights))
+    def _append(
+        self,
+        value: Tensor | float,
+        known: Mapping[Weight, Tensor | float] | None,
+        *,
+        propagated: Tensor | float | None = None,
+    ) -> None:
+        known = {} if known is None else known
+        weights = tuple(known[kind] if kind in known else self._count(kind) for kind in self.weights)
+        self._pieces.append(MicroBatchLoss(value, weights, propagated))
         self._batch, self._is_begun = None, False
         self._last_weights = weights
 

@@ -91,6 +91,37 @@ def test_signals_on_two_ranks_are_those_that_trl_logs(tmp_path: Path) -> None:
     assert run_distributed(_compare, str(tmp_path), "ddp", world_size=2, timeout=100) == [True, True]
 
 
+def test_completions_that_are_cut_off_and_left_out(tmp_path: Path) -> None:
+    points, trainer = _run(str(tmp_path), mask_truncated_completions=True)
+    (first, *_) = (entry for entry in trainer.state.log_history if "completions/clipped_ratio" in entry)
+    assert 0 < first["completions/clipped_ratio"] < 1
+    assert points["policy/truncated", 1] == pytest.approx(first["completions/clipped_ratio"], rel=1e-5)
+    assert points["policy/completion_length", 1] == pytest.approx(first["completions/mean_length"], rel=1e-5)
+
+
+def test_log_probs_of_other_rows_end_no_run(tmp_path: Path) -> None:
+    """A subclass may compute more than the trainer it comes from."""
+    import tests.grpo_runs as runs
+
+    original = runs._Injected._get_per_token_logps_and_entropies
+    calls = list[int]()
+
+    def twice(self: Any, model: Any, input_ids: Tensor, attention_mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, model, input_ids, attention_mask, *args, **kwargs)
+        if model.training and found[0].requires_grad:
+            calls.append(1)
+            original(self, model, input_ids[:1], attention_mask[:1], *args, **kwargs)
+        return found
+
+    runs._Injected._get_per_token_logps_and_entropies = twice  # type: ignore[method-assign]
+    try:
+        _, trainer = _run(str(tmp_path))
+    finally:
+        del runs._Injected._get_per_token_logps_and_entropies
+    assert calls
+    assert trainer.state.global_step == 4
+
+
 def test_the_mismatch_is_that_of_the_engine_that_sampled(tmp_path: Path) -> None:
     """Log-probs of the rollout engine, where there are any: not those of the old policy as training computes them."""
     seen: list[dict[str, np.ndarray[Any, Any]]] = []
@@ -119,7 +150,7 @@ def test_the_mismatch_is_that_of_the_engine_that_sampled(tmp_path: Path) -> None
 
 
 def test_what_is_not_observable_is_told_once(tmp_path: Path) -> None:
-    with pytest.warns(StabilizerWarning, match="keeps no log-probs of the policy that sampled") as caught:
+    with pytest.warns(StabilizerWarning, match="keeps no log-probs by token of the policy that sampled") as caught:
         points, _ = _run(str(tmp_path), num_iterations=1)
     assert sum("keeps no log-probs" in str(one.message) for one in caught) == 1
     assert not any(tag.startswith("rollout/") for tag, _ in points)

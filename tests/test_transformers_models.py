@@ -178,7 +178,7 @@ def test_a_token_is_found_and_training_is_the_same_bit_for_bit(
 
 @pytest.mark.covers(feature="noise scale", strategy="single", host="transformers")
 def test_the_noise_scale_is_that_of_a_loop_with_the_same_gradients(tmp_path: Path) -> None:
-    """Whose losses are divided by the tokens of the whole step, as a trainer divides them."""
+    """Whose losses are divided by the tokens of the whole step, as a trainer divides them, and which says so."""
     found = []
     noise = GradNoiseScaleCallback(every_n_steps=1, min_samples=2, batch_unit="tokens")
     rows: list[tuple[dict[str, float], int]] = []
@@ -195,7 +195,7 @@ def test_the_noise_scale_is_that_of_a_loop_with_the_same_gradients(tmp_path: Pat
     rows = []
     model = make_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    noise = GradNoiseScaleCallback(every_n_steps=1, min_samples=2, batch_unit="tokens")
+    noise = GradNoiseScaleCallback(every_n_steps=1, min_samples=2, batch_unit="tokens", loss_reduction="sum")
     with attach(
         None, model=model, optimizer=optimizer, callbacks=[noise], log=lambda values, step: rows.append((values, step))
     ) as handle:
