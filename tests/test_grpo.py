@@ -79,7 +79,9 @@ def _runs(strategy: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 def _strategies() -> list[Any]:
     return [
-        pytest.param(strategy, marks=pytest.mark.covers(feature="token localisation", strategy=strategy, host="transformers"))
+        pytest.param(
+            strategy, marks=pytest.mark.covers(feature="token localisation", strategy=strategy, host="transformers")
+        )
         for strategy in ("single", "ddp", "fsdp2")
     ]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-from stabilizer.callbacks.trainer_memory import Memory, as_it_was, remember, undisturbed
+from stabilizer.callbacks.trainer_memory import Memory, Remembered, as_it_was, remember, undisturbed
 from tests.accelerate_loops import reset
 from tests.launcher import run_distributed
 from tests.trainer_runs import make_trainer
@@ -23,14 +23,13 @@ def _alone(rank: int, world_size: int) -> list[list[float]]:
     accelerator = Accelerator(cpu=True)
     memory = Memory(accelerator)
 
-    class Given:
-        given: list[Any] = []
+    kept = Remembered({}, syncs=True)
 
     def loss() -> list[Tensor]:
         own = torch.tensor([float(rank + 1)])
         return [accelerator.gather(own), accelerator.reduce(own, reduction="sum"), accelerator.gather(own + 10)]
 
-    with memory.recording(Given):  # type: ignore[arg-type]
+    with memory.recording(kept):
         first = loss()
     for value in first:
         value.zero_()  # a loss may change what it was given
@@ -38,9 +37,9 @@ def _alone(rank: int, world_size: int) -> list[list[float]]:
     if rank == 0:
         # The other rank is not there: a collective would wait until the test's time is over.
         for _ in range(2):
-            with memory.playing(Given):  # type: ignore[arg-type]
+            with memory.playing(kept):
                 found = [value.tolist() for value in loss()]
-        with memory.playing(Given), pytest.raises(RuntimeError, match="more than it did the first time"):  # type: ignore[arg-type]
+        with memory.playing(kept), pytest.raises(RuntimeError, match="more than it did the first time"):
             loss(), accelerator.gather(torch.zeros(1))
     dist.barrier()
     memory.close()

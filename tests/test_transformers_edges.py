@@ -166,7 +166,7 @@ def test_a_training_step_that_changes_the_loss(tmp_path: Path) -> None:
 
     localizer = GradLocCallback(warmup_steps=1)
     localizer.rule = {"name": "fixed", "threshold": 1e-3}
-    trainer, points = _run(
+    _, points = _run(
         tmp_path,
         _losses(),
         localizer,
