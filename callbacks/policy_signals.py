@@ -39,11 +39,6 @@ class PolicySignals:
         if hasattr(trainer, _SAMPLING):
             self._undo.append(stand_before(trainer, _SAMPLING, self._sampling))
 
-    @property
-    def is_of_use(self) -> bool:
-        """Whether the trainer is one that there is something to see of."""
-        return bool(self._undo)
-
     def begin(self) -> None:
         """A loss is about to be computed."""
         self._seen, self._is_on = (), True

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from stabilizer.callbacks.hosting import stand_before
 from stabilizer.callbacks.loop_replay import LoopReplayer
 from stabilizer.callbacks.trainer_memory import Memory, Remembered, as_it_was, remember, undisturbed
 from stabilizer.gating import gate_together
@@ -77,22 +77,18 @@ class TrainerReplayer(LoopReplayer):
 
     @contextlib.contextmanager
     def _gated(self) -> Iterator[None]:
-        original = getattr(self._trainer, _LOG_PROBS, None)
-        if original is None:
-            handle = self.model.register_forward_hook(_gate_output)
-            try:
-                yield
-            finally:
-                handle.remove()
-            return
-        own = vars(self._trainer)
-        before = dict(own)
-        own[_LOG_PROBS] = functools.wraps(original)(lambda *args, **kwargs: _gated(original(*args, **kwargs)))
+        if hasattr(self._trainer, _LOG_PROBS):
+            undo = stand_before(self._trainer, _LOG_PROBS, _with_gate)
+        else:
+            undo = self.model.register_forward_hook(_gate_output).remove
         try:
             yield
         finally:
-            own.pop(_LOG_PROBS)
-            own.update({_LOG_PROBS: before[_LOG_PROBS]} if _LOG_PROBS in before else {})
+            undo()
+
+
+def _with_gate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _gated(original(*args, **kwargs))
 
 
 def _gated(found: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Bounds", "Clipped", "check_bounds", "check_limit", "limited", "log_bounds", "summarize"]
+__all__ = ["Bounds", "Clipped", "check_bounds", "check_limit", "limited", "log_bounds", "summarize", "truncated"]
 
 #: Smallest and largest ratio; None for no lower one.
 Bounds = tuple[float | None, float]
@@ -85,6 +85,22 @@ def limited(log_ratios: Tensor, limit: float | None) -> Tensor:
         Same shape.
     """
     return log_ratios if limit is None else log_ratios.clamp(-limit, limit)
+
+
+def truncated(weights: Tensor, *, bounds: Bounds, below: Tensor, above: Tensor) -> Tensor:
+    """Weights with those outside set to the bound that they cross.
+
+    Args:
+        weights: Possibly infinite, but only over the upper bound.
+        bounds: Of ratios.
+        below: Which are under the lower bound, of the weights' shape.
+        above: Which are over the upper bound.
+
+    Returns:
+        Same shape, finite.
+    """
+    lower, upper = bounds
+    return torch.where(above, upper, weights if lower is None else torch.where(below, lower, weights))
 
 
 def log_bounds(bounds: Bounds) -> tuple[float, float]:

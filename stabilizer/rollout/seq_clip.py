@@ -8,7 +8,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from stabilizer.rollout.clipped import Bounds, Clipped, check_bounds, check_limit, limited, log_bounds, summarize
+from stabilizer.rollout.clipped import (
+    Bounds,
+    Clipped,
+    check_bounds,
+    check_limit,
+    limited,
+    log_bounds,
+    summarize,
+    truncated,
+)
 from stabilizer.rollout.masks import veto_mask
 from stabilizer.rollout.ratios import (
     as_bool,
@@ -125,8 +134,5 @@ class SeqClip:
             return torch.ones_like(log_ratios)
         if self.weighting == "token":
             return importance_ratios(limited(log_ratios, self.log_ratio_limit))
-        lower, upper = self.bounds
-        # Possibly infinite, but only over the upper bound.
         weights = limited(sequences, self.log_ratio_limit).exp()
-        weights = torch.where(above, upper, weights if lower is None else torch.where(below, lower, weights))
-        return weights.expand_as(log_ratios)
+        return truncated(weights, bounds=self.bounds, below=below, above=above).expand_as(log_ratios)

@@ -8,7 +8,16 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from stabilizer.rollout.clipped import Bounds, Clipped, check_bounds, check_limit, limited, log_bounds, summarize
+from stabilizer.rollout.clipped import (
+    Bounds,
+    Clipped,
+    check_bounds,
+    check_limit,
+    limited,
+    log_bounds,
+    summarize,
+    truncated,
+)
 from stabilizer.rollout.ratios import as_bool, check_shape
 
 __all__ = ["TokenClip", "TokenMode"]
@@ -79,10 +88,8 @@ class TokenClip:
         low, high = log_bounds(self.bounds)
         is_token, is_known = as_bool(mask), ~log_ratios.isnan()
         below, above = log_ratios < low, log_ratios > high
-        # Possibly infinite, but only over the upper bound.
         weights = limited(log_ratios, self.log_ratio_limit).exp()
         if self.mode == "truncate":
-            lower, upper = self.bounds
-            weights = torch.where(above, upper, weights if lower is None else torch.where(below, lower, weights))
+            weights = truncated(weights, bounds=self.bounds, below=below, above=above)
             return summarize(weights, kept=is_known, mask=is_token, below=below, above=above)
         return summarize(weights, kept=is_known & ~below & ~above, mask=is_token, below=below, above=above)
