@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import Position
-from stabilizer.callbacks.hosting import scale_still_in, stand_before, warn_of_two_clips
+from stabilizer.callbacks.hosting import refuse_same_keys, scale_still_in, stand_before, warn_of_two_clips
 from stabilizer.callbacks.loop import LoopHandle
 from stabilizer.callbacks.loop_replay import LossFunction
+from stabilizer.callbacks.run_host import HostKind
 from stabilizer.callbacks.saving import save_with_accelerator
 from stabilizer.callbacks.state_files import NAME, encode_states, has_states, load_states, write_states
 from stabilizer.callbacks.suite import Suite
@@ -45,6 +46,8 @@ class AccelerateHandle(LoopHandle):
         accelerator: The accelerator.
         loss_fn: See `attach`.
     """
+
+    kind: HostKind = "accelerate"
 
     def __init__(
         self,
@@ -76,7 +79,7 @@ class AccelerateHandle(LoopHandle):
         try:
             # Another handle on this accelerator has files of its own.
             others = _handles_on(accelerator)
-            _refuse_same_keys(self.callbacks, [callback for handle in others for callback in handle.callbacks])
+            refuse_same_keys(self.callbacks, [callback for handle in others for callback in handle.callbacks])
             self._file_name = f"{NAME}_{len(others)}" if others else NAME
             self._watch_accelerator(optimizers)
         except BaseException:
@@ -286,13 +289,3 @@ class AccelerateHandle(LoopHandle):
 def _handles_on(accelerator: Any) -> list[AccelerateHandle]:
     hooks = (getattr(hook, "__self__", None) for hook in accelerator._save_model_state_pre_hook.values())
     return [handle for handle in hooks if isinstance(handle, AccelerateHandle)]
-
-
-def _refuse_same_keys(own: Sequence[StabilizerCallback], others: Sequence[StabilizerCallback]) -> None:
-    taken = {callback.state_key for callback in others}
-    for callback in own:
-        if callback.state_key in taken:
-            raise ValueError(
-                f"another handle on this accelerator has {callback.state_key!r}, under which values and states would "
-                'collide; give this one a name, as in name="second", or attach once with all optimizers in a list'
-            )

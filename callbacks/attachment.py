@@ -105,6 +105,7 @@ def attach(
             loss_fn=loss_fn,
         )
     handle.save_with(save_fn)
+    handle.join(accelerator)
     preflight(
         lambda: accelerate_setting(
             accelerator, model, optimizers, callbacks, num_steps=num_steps, schedulers=schedulers

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from stabilizer.callbacks._bases import HostCallback
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.order import Order
 from stabilizer.errors import warn
 from stabilizer.names import Granularity, layer_names, select_layers
 from stabilizer.observation_tally import ObservationTally
@@ -17,19 +17,6 @@ from stabilizer.tally import Weight
 from stabilizer.view import LayerView, NormType
 
 __all__ = ["Order", "StabilizerCallback"]
-
-
-class Order(enum.IntEnum):
-    """When a callback runs within a step, whatever its place in the user's list."""
-
-    CLIP_LAYERS = 20
-    CLIP_TOTAL = 30
-    # Reads what clips hold the norms against; the search itself comes before anything is done to the gradients.
-    LOCALIZE = 35
-    SKIP = 40
-    LOG = 50
-    # Reads what the others have found at the same step.
-    WARN = 60
 
 
 class StabilizerCallback(HostCallback):
@@ -118,7 +105,9 @@ class StabilizerCallback(HostCallback):
         self.granularity = granularity
         self.name = name
         self.strict = strict
-        self.driver: Any = None  # the host's, while it runs
+        # The host's, while it runs: what drives the steps, and a RunHost.
+        self.driver: Any = None
+        self.host: Any = None
         self.has_failed = False
         self._steps: dict[int, int] = {}
         self._views: dict[int, LayerView] = {}
@@ -154,6 +143,16 @@ class StabilizerCallback(HostCallback):
 
     def on_run_end(self, context: StepContext) -> None:
         """Called when training ends, with the context of the last step."""
+
+    def join_run(self, host: Any) -> None:
+        """Called on every rank when a run begins, before its first step: the model is wrapped as it will train.
+
+        Args:
+            host: A `stabilizer.callbacks.run_host.RunHost`; it is in `self.host` too, while the run lasts.
+
+        Raises:
+            ValueError: If this callback cannot work there as it was told to; the run does not begin then.
+        """
 
     def check_model(self, model: Any) -> None:
         """Refuse a model that this callback cannot work with as it was told to; called before the first step.
@@ -296,4 +295,4 @@ class StabilizerCallback(HostCallback):
         # Views and drivers hold process groups, device memory and the model; Lightning puts methods of the model on
         # every callback (`log`, `log_dict`). A copy gets its own when it runs.
         state = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
-        return {**state, "driver": None, "_views": {}}
+        return {**state, "driver": None, "host": None, "_views": {}}

@@ -47,6 +47,7 @@ def make_context(
         may_stop=callback.may_stop,
         localizes=callback.localizes,
         lowers_lr=callback.lowers_lr,
+        owner=number,
     )
     return StepContext(
         store=view,

@@ -25,6 +25,7 @@ __all__ = [
     "is_joined",
     "is_off",
     "refuse_optimizers",
+    "refuse_same_keys",
     "scale_still_in",
     "stand_before",
     "warn_of_two_clips",
@@ -217,3 +218,22 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             )
         if callback.driver is not None:
             raise ValueError(f"{callback.state_key} is at work already; leave its `with` block first, or make another")
+
+
+def refuse_same_keys(own: Sequence[StabilizerCallback], others: Sequence[StabilizerCallback]) -> None:
+    """Raise for a callback whose name another handle on the same accelerator has taken.
+
+    Args:
+        own: Of the new handle.
+        others: Of the handles that are there.
+
+    Raises:
+        ValueError: Names it and the way out.
+    """
+    taken = {callback.state_key for callback in others}
+    for callback in own:
+        if callback.state_key in taken:
+            raise ValueError(
+                f"another handle on this accelerator has {callback.state_key!r}, under which values and states would "
+                'collide; give this one a name, as in name="second", or attach once with all optimizers in a list'
+            )

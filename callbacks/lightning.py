@@ -28,6 +28,7 @@ from stabilizer.callbacks.hosting import (
 from stabilizer.callbacks.lightning_replay import LightningReplayer
 from stabilizer.callbacks.lightning_setting import is_overridden, lightning_setting
 from stabilizer.callbacks.preflight import preflight
+from stabilizer.callbacks.run_host import RunHost, join_all
 from stabilizer.callbacks.saving import save_with_trainer
 from stabilizer.callbacks.sinks import LightningSink
 from stabilizer.callbacks.suite import Suite
@@ -101,6 +102,9 @@ class LightningDriver:
         else:
             hooks = [o.register_step_pre_hook(self._before_torch_step) for o in self._trainer.optimizers]
             self._undo += [hook.remove for hook in hooks]
+        trainer, replays = self._trainer, self._suites.replays
+        model = trainer.lightning_module if trainer.strategy.model is None else trainer.strategy.model
+        join_all(self.callbacks, RunHost("lightning", trainer, model, list(trainer.optimizers), replays, self._undo))
 
     def train_start(self) -> None:
         """Show what there is to know before the first step."""
@@ -150,7 +154,7 @@ class LightningDriver:
         """
         self.is_closed = True
         for callback in self.callbacks:
-            callback.driver = None
+            callback.driver = callback.host = None
         while self._undo:
             self._undo.pop()()
         try:

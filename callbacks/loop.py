@@ -23,6 +23,7 @@ from stabilizer.callbacks.hosting import (
 from stabilizer.callbacks.loop_replay import LoopReplayer, LossFunction
 from stabilizer.callbacks.loop_telling import LoopTelling
 from stabilizer.callbacks.observing import Observing
+from stabilizer.callbacks.run_host import HostKind, RunHost, join_all
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.suites import Suites
 from stabilizer.callbacks.watching import CLOSURE, ForwardHook, has_closure, is_nested_step, is_state_setup
@@ -53,6 +54,7 @@ class LoopHandle(Observing, LoopTelling):
     """
 
     is_idle = False
+    kind: HostKind = "plain"
     # Whether a call of the model is what begins a micro-batch.
     watches_forward = True
 
@@ -99,6 +101,22 @@ class LoopHandle(Observing, LoopTelling):
         handle = cls.__new__(cls)
         handle.callbacks, handle.is_closed, handle.is_idle, handle._undo = list(callbacks), True, True, []
         return handle
+
+    def join(self, engine: Any = None) -> None:
+        """Let the callbacks join the run: all is in place.
+
+        Args:
+            engine: See `RunHost`.
+
+        Raises:
+            ValueError: If one of them cannot work here.
+        """
+        try:
+            host = RunHost(self.kind, engine, self._model, self._optimizers, self._suites.replays, self._undo)
+            join_all(self.callbacks, host)
+        except BaseException:
+            self.close(after_exception=True)
+            raise
 
     def watch(self, number: int) -> None:
         """Run the suite in the step of an optimizer of torch.
@@ -165,7 +183,7 @@ class LoopHandle(Observing, LoopTelling):
             return
         self.is_closed = True
         for callback in self.callbacks:
-            callback.driver = None
+            callback.driver = callback.host = None
         for number, _ in list(self._suites):  # a loop that broke off before its optimizer moved
             self._suites.abandon(number)
         self._suites.close(after_exception=after_exception)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
@@ -18,6 +19,7 @@ from stabilizer.localize.maps import blocks_of
 from stabilizer.localize.recording import MicroBatch, Recorder
 from stabilizer.localize.replaying import Replayer
 from stabilizer.localize.tap import Tap
+from stabilizer.plan import StepPlan
 from stabilizer.store import GradientStore
 
 __all__ = ["Searches", "StepReplay", "search_limitations"]
@@ -40,6 +42,7 @@ class StepReplay:
         gradients: Local norms.
         grad_scale: What the step's gradients are still multiplied by, shape ().
         reason: Why it cannot be run again as it was.
+        asked: Callbacks that are to be called though they have not asked for this search.
     """
 
     store: GradientStore
@@ -48,6 +51,15 @@ class StepReplay:
     gradients: LocalGradients
     grad_scale: Tensor | None
     reason: str | None = None
+    asked: list[StabilizerCallback] = dataclasses.field(default_factory=list)
+
+    def ask(self, callback: StabilizerCallback) -> None:
+        """Have another callback search this step too; on every rank alike.
+
+        Args:
+            callback: One that localises, and that comes later in the order of the step.
+        """
+        self.asked.append(callback)
 
     def tap(self, name: str | None) -> Tap:
         """Where the gate is to stand.
@@ -144,6 +156,7 @@ class Searches:
     def run(
         self,
         contexts: Sequence[StepContext],
+        plan: StepPlan,
         store: GradientStore,
         failures: Failures,
         *,
@@ -153,6 +166,7 @@ class Searches:
 
         Args:
             contexts: Of all callbacks.
+            plan: Of the step: who wants it to be searched.
             store: Holds the step's gradients.
             failures: Takes what goes wrong.
             grad_scale: What the gradients are still multiplied by, shape ().
@@ -160,12 +174,14 @@ class Searches:
         Returns:
             Whether the gradients are other ones now.
         """
-        changed = False
+        changed, wanted = False, self._wanted(plan, store)
+        asked: list[StabilizerCallback] = []
         for number, (callback, context) in enumerate(zip(self._callbacks, contexts, strict=True)):
-            if not callback.localizes or callback.has_failed:
+            is_meant = number in wanted or callback in asked
+            if not callback.localizes or callback.has_failed or not is_meant:
                 continue
             try:
-                replay = self._replay(store, grad_scale=grad_scale)
+                replay = self._replay(store, grad_scale=grad_scale, asked=asked)
                 with replay.gradients.awake():
                     changed = callback.localize(context, replay) or changed
             except TrainingStoppedError:
@@ -174,7 +190,18 @@ class Searches:
                 failures.of_callback(number, "localize", error, step=context.step)
         return changed
 
-    def _replay(self, store: GradientStore, *, grad_scale: Tensor | None) -> StepReplay:
+    def _wanted(self, plan: StepPlan, store: GradientStore) -> set[int]:
+        """Who wants this search, on any rank: a collective, where there are several who may."""
+        numbers = [number for number, callback in enumerate(self._callbacks) if callback.localizes]
+        if len(numbers) < 2:
+            return set(numbers)
+        none = torch.zeros((), dtype=torch.bool, device=store.device)
+        flags = torch.stack([plan.searches.get(number, none) for number in numbers]).to(torch.float32)
+        return {number for number, flag in zip(numbers, store.sum(flags).tolist(), strict=True) if flag > 0}
+
+    def _replay(
+        self, store: GradientStore, *, grad_scale: Tensor | None, asked: list[StabilizerCallback]
+    ) -> StepReplay:
         assert self._replays is not None
         assert self._gradients is not None
         recorder = self._replays.recorder
@@ -185,6 +212,7 @@ class Searches:
             gradients=self._gradients,
             grad_scale=grad_scale,
             reason=MOVED if recorder is not None and self._replays.has_moved else None,
+            asked=asked,
         )
 
     def end_step(self, *, next_step: int, is_kept: bool = True) -> None:

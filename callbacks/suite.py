@@ -150,7 +150,7 @@ class Suite:
         """Let all callbacks propose, search the step if that was asked for, and decide."""
         self._propose(plan, is_scaled=is_scaled)
         if self._decide(has_failed=self._failures.is_undecided):
-            if self._searches.run(self._contexts, store, self._failures, grad_scale=grad_scale):
+            if self._searches.run(self._contexts, plan, store, self._failures, grad_scale=grad_scale):
                 # Other gradients than those that were measured.
                 measurement = store.measure(self.step, grad_scale=grad_scale, flags=flags, keep=True)
                 plan = self._actor.begin(store, measurement, grad_scale=grad_scale, is_scaled=is_scaled)

@@ -17,6 +17,7 @@ from stabilizer.callbacks.hosting import stand_before
 from stabilizer.callbacks.loop_replay import LoopReplayer, LossFunction
 from stabilizer.callbacks.policy_signals import PolicySignals
 from stabilizer.callbacks.prepared import prepared
+from stabilizer.callbacks.run_host import HostKind
 from stabilizer.callbacks.state_files import encode_states, write_states
 from stabilizer.callbacks.suite import Suite
 from stabilizer.callbacks.trainer_memory import Remembered
@@ -44,6 +45,7 @@ class TrainerHandle(AccelerateHandle):
     """
 
     watches_forward = False
+    kind: HostKind = "transformers"
 
     def __init__(self, callbacks: Sequence[StabilizerCallback], *, trainer: Any, sink: TrainerSink) -> None:
         self._trainer: Any = trainer

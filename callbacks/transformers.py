@@ -160,6 +160,7 @@ class StabilizerTrainerCallback(TrainerCallback):
         try:
             sink = TrainerSink(trainer, is_reporter=_is_reporter, log=self._log)
             self._handle = handle = TrainerHandle(taken.callbacks, trainer=trainer, sink=sink)
+            handle.join(trainer)
             if checkpoint is not None:
                 handle.load_states_of(Path(checkpoint))
         except BaseException:

@@ -43,6 +43,7 @@ class StepPlan:
         squares: As given.
         skip: Whether the step is to be skipped, shape (), bool; `None` if nobody may ask for it.
         search: Whether the step is to be searched before anything is done, shape (), bool; `None` if nobody may ask.
+        searches: The same by callback: its number -> flag.
         stops: Wishes to end the run.
         limits: Largest absolute value of an element by unit, shape (units,); `None` if nobody clips by value.
         limited: Units that have such a limit, as the host knows them.
@@ -54,6 +55,7 @@ class StepPlan:
         self.squares = squares
         self.skip: Tensor | None = None
         self.search: Tensor | None = None
+        self.searches: dict[int, Tensor] = {}
         self.stops: list[Stop] = []
         self.limits: Tensor | None = None
         self.limited: frozenset[int] = frozenset()
@@ -191,8 +193,9 @@ class LayerPlan:
         may_stop: bool = True,
         localizes: bool = True,
         lowers_lr: bool = True,
+        owner: int = -1,
     ) -> None:
-        self._plan, self._view = plan, view
+        self._plan, self._view, self._owner = plan, view, owner
         self._rights = {
             "acts": may_act,
             "may_skip": may_skip,
@@ -273,6 +276,7 @@ class LayerPlan:
         """
         wanted = self._checked("localizes", flag) != 0
         self._plan.search = wanted if self._plan.search is None else self._plan.search | wanted
+        self._plan.searches[self._owner] = wanted
 
     def norms(self) -> Tensor:
         """Norms of what the plan leaves of the layers so far, shape (layers,), float32."""
