@@ -240,8 +240,9 @@ class RolloutMismatchCallback(StabilizerCallback):
         # Counts are 0 of nothing, not NaN.
         values[f"{tags.POLICY}/num_nonfinite"] = torch.where(is_seen, found.num_nonfinite, torch.nan)
         has_tokens = found.mismatch.num_tokens + found.mismatch.num_nonfinite > 0
-        for name in tags.ROLLOUT_STATISTICS:
-            values[f"{tags.ROLLOUT}/{name}"] = torch.where(has_tokens, getattr(found.mismatch, name), torch.nan)
+        statistics = torch.stack([getattr(found.mismatch, name) for name in tags.ROLLOUT_STATISTICS])
+        names = [f"{tags.ROLLOUT}/{name}" for name in tags.ROLLOUT_STATISTICS]
+        values.update(zip(names, statistics.masked_fill(~has_tokens, torch.nan).unbind(), strict=True))
         context.log_many(values, finite_only=True)
 
     def __getstate__(self) -> dict[str, Any]:
