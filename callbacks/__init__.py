@@ -10,7 +10,9 @@ import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Ligh
 from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.checkpoint_guard import CheckpointGuardCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.drill import DrillCallback
 from stabilizer.callbacks.early_warning import EarlyWarningCallback
 from stabilizer.callbacks.grad_loc import GradLocCallback
 from stabilizer.callbacks.grad_noise_scale import GradNoiseScaleCallback
@@ -18,7 +20,10 @@ from stabilizer.callbacks.grad_norm import GradNormCallback, NormHistory
 from stabilizer.callbacks.layer_clip import LayerClipCallback
 from stabilizer.callbacks.layer_health import LayerHealthCallback
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
+from stabilizer.callbacks.numerics import NumericsCallback
 from stabilizer.callbacks.rollout_mismatch import RolloutMismatchCallback
+from stabilizer.callbacks.update_clip import UpdateClipCallback
+from stabilizer.checkpoints import last_good_checkpoint
 from stabilizer.config import load_callbacks, recommended
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveClipThreshold",
+    "CheckpointGuardCallback",
+    "DrillCallback",
     "EarlyWarningCallback",
     "GradLocCallback",
     "GradNoiseScaleCallback",
@@ -34,11 +41,14 @@ __all__ = [
     "LayerHealthCallback",
     "LossMeanVarCallback",
     "NormHistory",
+    "NumericsCallback",
     "RolloutMismatchCallback",
     "StabilizerCallback",
     "StabilizerTrainerCallback",
     "StepContext",
+    "UpdateClipCallback",
     "attach",
+    "last_good_checkpoint",
     "load_callbacks",
     "recommended",
 ]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stabilizer.errors import warn
+from stabilizer.plain_yaml import BadFileError, read_mapping, short
 from stabilizer.thresholds.arguments import closest
 
 if TYPE_CHECKING:
@@ -36,13 +37,20 @@ FEATURES: Mapping[str, str] = {
     "grad_noise_scale": "stabilizer.callbacks.grad_noise_scale.GradNoiseScaleCallback",
     "early_warning": "stabilizer.callbacks.early_warning.EarlyWarningCallback",
     "layer_health": "stabilizer.callbacks.layer_health.LayerHealthCallback",
+    "numerics": "stabilizer.callbacks.numerics.NumericsCallback",
     "rollout_mismatch": "stabilizer.callbacks.rollout_mismatch.RolloutMismatchCallback",
+    "checkpoint_guard": "stabilizer.callbacks.checkpoint_guard.CheckpointGuardCallback",
+    "update_clip": "stabilizer.callbacks.update_clip.UpdateClipCallback",
+    "drill": "stabilizer.callbacks.drill.DrillCallback",
 }
 
 #: Name -> feature -> arguments. "safe" is what `recommended` gives.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "safe": {"grad_norm": {}, "loss_mean_var": {}, "adaptive_clip": {}, "grad_loc": {}},
 }
+
+
+_EXPECTED = f"features, such as grad_norm: true ({', '.join(FEATURES)})"
 
 
 def load_callbacks(path: str | os.PathLike[str]) -> list[StabilizerCallback]:
@@ -72,8 +80,8 @@ def load_callbacks(path: str | os.PathLike[str]) -> list[StabilizerCallback]:
     path = Path(path)
     content = path.read_bytes()
     try:
-        callbacks = _make(_merged(_read(content)))
-    except _BadFile as error:
+        callbacks = _make(_merged(read_mapping(content, expected=_EXPECTED)))
+    except BadFileError as error:
         raise ValueError(f"{path}: {error}") from None
     if not callbacks:
         warn(f"{path}: every feature is off, so there are no callbacks; known features: {', '.join(FEATURES)}")
@@ -96,110 +104,27 @@ def recommended(*, name: str = "") -> list[StabilizerCallback]:
     return _make({feature: {"name": name, **arguments} for feature, arguments in PRESETS["safe"].items()})
 
 
-_MAX_DEPTH = 20  # arguments have few levels; far deeper ones would end in a RecursionError
-
-
-class _BadFile(Exception):
-    """What is wrong, without the name of the file."""
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """The mapping that the text is: plain types, text keys, no key twice, nothing but what is written there."""
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _BadFile(
-            f"byte {content[error.start]:#04x} at {error.start} is not UTF-8: expected a text file"
-        ) from None
-    loader = _loader(yaml)
-    try:
-        _refuse_extras(yaml, text, loader)
-        documents = list(yaml.compose_all(text, Loader=loader))
-        if not documents or (isinstance(documents[0], yaml.ScalarNode) and not documents[0].value):
-            raise _BadFile(f"the file is empty: expected features, such as grad_norm: true ({', '.join(FEATURES)})")
-        if len(documents) > 1:
-            raise _BadFile(f"{len(documents)} documents: expected one; remove the line of --- between them")
-        content_read = _plain(documents[0], loader(""), "")
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise _BadFile(f"line {mark.line + 1}, column {mark.column + 1}: not YAML: {error.problem}") from None
-    except yaml.reader.ReaderError as error:
-        raise _BadFile(f"character {error.character:#x} at {error.position}: expected a text file") from None
-    if not isinstance(content_read, dict):
-        kind = "list" if isinstance(content_read, list) else "single value"
-        raise _BadFile(f"a {kind} ({_short(content_read)}): expected a mapping, such as grad_norm: true")
-    return content_read
-
-
-def _refuse_extras(yaml: Any, text: str, loader: Any) -> None:
-    """Refuse what YAML can do beyond plain values, before anything is made of it."""
-    depth = 0
-    for event in yaml.parse(text, Loader=loader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            raise _BadFile("nested too deeply: expected features and their arguments")
-        where = f"line {event.start_mark.line + 1}, column {event.start_mark.column + 1}"
-        if isinstance(event, yaml.AliasEvent):
-            raise _BadFile(f"{where}: alias *{event.anchor}: expected the value itself, written out")
-        if getattr(event, "tag", None) is not None:
-            raise _BadFile(f"{where}: tag {event.tag!r}: expected plain values without tags")
-
-
-def _loader(yaml: Any) -> Any:
-    """PyYAML's safe loader without dates, octal and sexagesimal numbers, and with 1e-3 as the number it is."""
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        yaml_implicit_resolvers: typing.ClassVar[dict[str, list[tuple[str, Any]]]] = {
-            start: [(tag, pattern) for tag, pattern in known if tag.rpartition(":")[2] in ("bool", "null", "merge")]
-            for start, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-        }
-
-    number = r"[-+]?(?:(?:\d+\.\d*|\.\d+)(?:[eE][-+]?\d+)?|\d+[eE][-+]?\d+|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
-    Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9]\d*)$"), "-+0123456789")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^(?:{number})$"), "-+0123456789.")
-    return Loader
-
-
-def _plain(node: Any, loader: Any, key_path: str) -> Any:
-    if node.id == "scalar":
-        return loader.construct_object(node)
-    if node.id == "sequence":
-        return [_plain(item, loader, f"{key_path}[{number}]") for number, item in enumerate(node.value)]
-    found: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        where = f"line {key_node.start_mark.line + 1}: " + (f"{key_path}: " if key_path else "")
-        if key_node.tag.endswith(":merge"):
-            raise _BadFile(f"{where}merge key <<: expected the keys themselves, written out")
-        key = loader.construct_object(key_node) if key_node.id == "scalar" else key_node.id
-        if not isinstance(key, str) or key_node.id != "scalar":
-            raise _BadFile(f"{where}key {key!r} is no text: expected a name, or quotes around it")
-        if key in found:
-            raise _BadFile(f"{where}key {key!r} is there twice: expected it once")
-        found[key] = _plain(value_node, loader, f"{key_path}.{key}".lstrip("."))
-    return found
-
-
 def _merged(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Feature -> arguments, in which `enabled` may be False; of the preset, changed by the other keys."""
     found: dict[str, dict[str, Any]] = {}
     if "preset" in content:
         preset = content["preset"]
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise _BadFile(f"preset={_short(preset)}: expected one of {', '.join(PRESETS)}{closest(preset, PRESETS)}")
+            raise BadFileError(
+                f"preset={short(preset)}: expected one of {', '.join(PRESETS)}{closest(preset, PRESETS)}"
+            )
         found = {feature: dict(arguments) for feature, arguments in PRESETS[preset].items()}
     for feature, value in content.items():
         if feature == "preset":
             continue
         if feature not in FEATURES:
             known = [*FEATURES, "preset"]
-            raise _BadFile(f"{feature}: unknown feature; known are {', '.join(known)}{closest(feature, known)}")
+            raise BadFileError(f"{feature}: unknown feature; known are {', '.join(known)}{closest(feature, known)}")
         if value is not None and not isinstance(value, bool | dict):
-            raise _BadFile(f"{feature}={_short(value)}: expected true, false or a mapping of arguments")
+            raise BadFileError(f"{feature}={short(value)}: expected true, false or a mapping of arguments")
         arguments = {"enabled": True, **value} if isinstance(value, dict) else {"enabled": bool(value)}
         if not isinstance(arguments["enabled"], bool):
-            raise _BadFile(f"{feature}.enabled={_short(arguments['enabled'])}: expected true or false")
+            raise BadFileError(f"{feature}.enabled={short(arguments['enabled'])}: expected true or false")
         found[feature] = {**found.get(feature, {}), **arguments}
     return found
 
@@ -229,8 +154,8 @@ def _make_one(feature: str, arguments: Mapping[str, Any]) -> StabilizerCallback:
     for argument, value in arguments.items():
         if argument not in known:
             choices = ["enabled", *known]
-            raise _BadFile(
-                f"{feature}.{argument}={_short(value)}: unknown argument; known are {', '.join(choices)}"
+            raise BadFileError(
+                f"{feature}.{argument}={short(value)}: unknown argument; known are {', '.join(choices)}"
                 f"{closest(argument, choices)}"
             )
         values[argument] = _parsed(parser, f"{feature}.{argument}", value, hints[argument])
@@ -239,7 +164,7 @@ def _make_one(feature: str, arguments: Mapping[str, Any]) -> StabilizerCallback:
     except ValueError as error:
         at_argument = re.match(r"(\w+)[=:]", str(error))
         joint = "." if at_argument and at_argument[1] in known else ": "
-        raise _BadFile(f"{feature}{joint}{error}") from None
+        raise BadFileError(f"{feature}{joint}{error}") from None
 
 
 def _parsed(parser: Any, key_path: str, value: Any, hint: Any) -> Any:
@@ -253,7 +178,7 @@ def _parsed(parser: Any, key_path: str, value: Any, hint: Any) -> Any:
             return _masked(instantiate(parsed).as_dict()[argument], undo=True)
         except (jsonargparse.ArgumentError, TypeError):
             pass
-    raise _BadFile(f"{key_path}={_short(value)}: expected {_listed(_choices(hint))}")
+    raise BadFileError(f"{key_path}={short(value)}: expected {_listed(_choices(hint))}")
 
 
 def _masked(value: Any, *, undo: bool = False) -> Any:
@@ -294,8 +219,3 @@ def _choices(hint: Any) -> list[str]:
 
 def _listed(choices: Sequence[str]) -> str:
     return ", ".join(choices[:-1]) + " or " + choices[-1] if choices[1:] else choices[0]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -196,13 +196,8 @@ class LayerPlan:
         owner: int = -1,
     ) -> None:
         self._plan, self._view, self._owner = plan, view, owner
-        self._rights = {
-            "acts": may_act,
-            "may_skip": may_skip,
-            "may_stop": may_stop,
-            "localizes": localizes,
-            "lowers_lr": lowers_lr,
-        }
+        self._rights = {"acts": may_act, "may_skip": may_skip, "may_stop": may_stop}
+        self._rights.update(localizes=localizes, lowers_lr=lowers_lr)
 
     def clip_layers(self, coefficients: Tensor) -> None:
         """Multiply layers' gradients.

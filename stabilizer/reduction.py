@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stabilizer.timed import all_reduce
+
 __all__ = ["Agreement", "Entry", "Reducer", "accumulation_dtype", "agree", "collective_device", "rank", "world_size"]
 
 # (default group, our group): the default group is the key, since it is replaced when a program initializes it anew.
@@ -90,7 +92,7 @@ class Reducer:
         if self._group is None:
             return vector
         buffer = vector.to(self._collective_device, copy=True)
-        dist.all_reduce(buffer, group=self._group)
+        all_reduce(buffer, group=self._group)
         return buffer.to(self.device)
 
     def sum_(self, vector: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ class Reducer:
         if self._group is None:
             return vector
         if vector.device == self._collective_device:
-            dist.all_reduce(vector, group=self._group)
+            all_reduce(vector, group=self._group)
             return vector
         return vector.copy_(self.sum(vector))
 

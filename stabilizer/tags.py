@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from stabilizer.policy_tags import POLICY, POLICY_SIGNALS, POLICY_SLOPES, ROLLOUT, ROLLOUT_STATISTICS
+
 __all__ = [
     "ALARM",
     "ALARM_TEXT",
     "ALL_TAGS",
+    "CHECKPOINT_BAD",
+    "CHECKPOINT_GOOD",
+    "CHECKPOINT_TEXT",
     "CLIP_LAYER_COEFFICIENT",
     "CLIP_LAYER_RATE",
     "CLIP_LAYER_THRESHOLD",
     "CLIP_TOTAL_COEFFICIENT",
     "CLIP_TOTAL_RATE",
     "CLIP_TOTAL_THRESHOLD",
+    "DRILL_FAULTS",
     "FINDING",
     "FINDING_TEXT",
     "GNS_ADVICE",
@@ -42,9 +48,21 @@ __all__ = [
     "LOSS_SLOPE",
     "LOSS_SLOPE_ERROR",
     "LOSS_STD",
+    "OPTIMIZER_RMS",
+    "OPTIMIZER_ROWS_NEVER",
+    "OPTIMIZER_ROWS_SILENT",
+    "OPTIMIZER_ROW_COUNT",
+    "OPTIMIZER_ROW_NORM",
+    "OPTIMIZER_ROW_STEP",
+    "OPTIMIZER_SWALLOWED_GRADIENTS",
+    "OPTIMIZER_SWALLOWED_UPDATES",
+    "OPTIMIZER_UPDATE_NORM",
+    "OPTIMIZER_UPDATE_RATIO",
     "POLICY",
     "POLICY_SIGNALS",
     "POLICY_SLOPES",
+    "RECOVERY_RUNG",
+    "RECOVERY_TEXT",
     "ROLLOUT",
     "ROLLOUT_STATISTICS",
     "RUN",
@@ -52,6 +70,9 @@ __all__ = [
     "SKIP_CONSECUTIVE",
     "SKIP_COUNT",
     "SKIP_OVERFLOWS",
+    "UPDATE_CLIP_COEFFICIENT",
+    "UPDATE_CLIP_RATE",
+    "UPDATE_CLIP_RMS",
     "WARNING_LEVEL",
     "WARNING_TEXT",
     "of_window",
@@ -74,67 +95,17 @@ LOSS_MIN = "loss/min"
 LOSS_MAX = "loss/max"
 LOSS_MAX_RANK = "loss/max_rank"
 LOSS_NONFINITE = "loss/nonfinite"
-# The name of a statistic follows.
-ROLLOUT = "rollout"
-ROLLOUT_STATISTICS = (
-    "num_tokens",
-    "num_sequences",
-    "num_nonfinite",
-    "min_ratio",
-    "max_ratio",
-    "mean_ratio",
-    "std_ratio",
-    "mean_log_ratio",
-    "std_log_ratio",
-    "min_log_ratio",
-    "max_log_ratio",
-    "max_abs_log_ratio",
-    "effective_sample_size",
-    "sequence_effective_sample_size",
-    "share_below",
-    "share_above",
-    "share_outside",
-    "share_beyond_factor_2",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "chi_square",
-    "sequence_chi_square",
-    "train_log_perplexity",
-    "rollout_log_perplexity",
-    "log_perplexity_gap",
-    "abs_log_perplexity_gap",
-    "min_log_perplexity_gap",
-    "max_log_perplexity_gap",
-    "max_abs_delta_p",
-)
-# The name of a signal follows; of a slope the length of its window too: `of_window`.
-POLICY = "policy"
-POLICY_SIGNALS = (
-    "entropy",
-    "kl_ref",
-    "reward",
-    "heldout_reward",
-    "reward_gap",
-    "zero_variance_groups",
-    "mid_pass_groups",
-    "policy_lag",
-    "max_policy_lag",
-    "completion_length",
-    "max_completion_length",
-    "clipped",
-    "truncated",
-    "behaviour_is_old",
-    "num_nonfinite",
-)
-POLICY_SLOPES = (
-    "entropy_slope",
-    "entropy_slope_error",
-    "kl_ref_slope",
-    "kl_ref_slope_error",
-    "reward_slope",
-    "reward_slope_error",
-)
+# The name of a layer follows, or of an embedding; of counts and norms the tenth of its rows too, the rarest first.
+OPTIMIZER_ROWS_NEVER = "optimizer/rows_never"
+OPTIMIZER_ROWS_SILENT = "optimizer/rows_silent"
+OPTIMIZER_ROW_COUNT = "optimizer/row_count"
+OPTIMIZER_ROW_NORM = "optimizer/row_norm"
+OPTIMIZER_ROW_STEP = "optimizer/row_step"
+OPTIMIZER_RMS = "optimizer/rms_g2_v"
+OPTIMIZER_SWALLOWED_GRADIENTS = "optimizer/swallowed_gradients"
+OPTIMIZER_SWALLOWED_UPDATES = "optimizer/swallowed_updates"
+OPTIMIZER_UPDATE_NORM = "optimizer/update_norm"
+OPTIMIZER_UPDATE_RATIO = "optimizer/update_ratio"
 # The kind of alarm follows; and what it says.
 ALARM = "alarm"
 ALARM_TEXT = "alarm/text"
@@ -147,6 +118,10 @@ CLIP_TOTAL_THRESHOLD = "clip/total_threshold"
 SKIP_CONSECUTIVE = "skip/consecutive"
 SKIP_COUNT = "skip/count"
 SKIP_OVERFLOWS = "skip/overflows"
+# How many checkpoints of this run were verified with which verdict, and what is wrong with a bad one.
+CHECKPOINT_GOOD = "checkpoint/good"
+CHECKPOINT_BAD = "checkpoint/bad"
+CHECKPOINT_TEXT = "checkpoint/text"
 # The kind of finding follows; 0 is none, 1 "info", 2 "warning", 3 "alarm".
 FINDING = "finding"
 # A text.
@@ -157,6 +132,12 @@ GRADLOC_SECONDS = "gradloc/seconds"
 # A text, and pictures by name.
 GRADLOC_INCIDENT = "gradloc/incident"
 GRADLOC_PICTURES = "gradloc"
+NUMERICS_INCIDENTS = "numerics/incidents"
+NUMERICS_LOSS_SCALE = "numerics/loss_scale"
+# By type, in the order of `stabilizer.numerics.underflow.HALF_TYPES`.
+NUMERICS_UNDERFLOW = ("numerics/underflow_fp16", "numerics/underflow_bf16")
+# A text.
+NUMERICS_TEXT = "numerics/text"
 GNS_NOISE_SCALE = "gns/noise_scale"
 GNS_GRAD_SQ = "gns/grad_sq"
 GNS_TRACE = "gns/trace"
@@ -166,6 +147,15 @@ GNS_RELIABLE = "gns/reliable"
 GNS_LAYER = "gns/layer"
 # A text.
 GNS_ADVICE = "gns/advice"
+UPDATE_CLIP_COEFFICIENT = "update_clip/coefficient"
+UPDATE_CLIP_RATE = "update_clip/rate"
+UPDATE_CLIP_RMS = "update_clip/rms"
+# How many faults a drill has put into the step.
+DRILL_FAULTS = "drill/faults"
+# Which rung was taken: 1 alarm, 2 skip, 3 lower_lr, 4 roll_back, 5 stop; 0 for trouble during a cooldown.
+RECOVERY_RUNG = "recovery/rung"
+# A text.
+RECOVERY_TEXT = "recovery/text"
 WARNING_LEVEL = "warning/level"
 # A text.
 WARNING_TEXT = "warning/text"
@@ -200,10 +190,15 @@ ALL_TAGS = frozenset(
         SKIP_CONSECUTIVE,
         SKIP_COUNT,
         SKIP_OVERFLOWS,
+        CHECKPOINT_BAD,
+        CHECKPOINT_GOOD,
         FINDING,
         GRADLOC_INCIDENTS,
         GRADLOC_PASSES,
         GRADLOC_SECONDS,
+        NUMERICS_INCIDENTS,
+        NUMERICS_LOSS_SCALE,
+        *NUMERICS_UNDERFLOW,
         GNS_NOISE_SCALE,
         GNS_GRAD_SQ,
         GNS_TRACE,
@@ -211,6 +206,21 @@ ALL_TAGS = frozenset(
         GNS_RATIO_TO_BATCH,
         GNS_RELIABLE,
         GNS_LAYER,
+        OPTIMIZER_ROWS_NEVER,
+        OPTIMIZER_ROWS_SILENT,
+        OPTIMIZER_ROW_COUNT,
+        OPTIMIZER_ROW_NORM,
+        OPTIMIZER_ROW_STEP,
+        OPTIMIZER_RMS,
+        OPTIMIZER_SWALLOWED_GRADIENTS,
+        OPTIMIZER_SWALLOWED_UPDATES,
+        OPTIMIZER_UPDATE_NORM,
+        OPTIMIZER_UPDATE_RATIO,
+        UPDATE_CLIP_COEFFICIENT,
+        UPDATE_CLIP_RATE,
+        UPDATE_CLIP_RMS,
+        DRILL_FAULTS,
+        RECOVERY_RUNG,
         WARNING_LEVEL,
         *(f"{ROLLOUT}/{name}" for name in ROLLOUT_STATISTICS),
         *(f"{POLICY}/{name}" for name in (*POLICY_SIGNALS, *POLICY_SLOPES)),

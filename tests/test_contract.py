@@ -14,7 +14,7 @@ import torch
 
 import stabilizer.callbacks
 from stabilizer import tags
-from stabilizer.callbacks import GradLocCallback, StabilizerCallback
+from stabilizer.callbacks import DrillCallback, GradLocCallback, StabilizerCallback
 from stabilizer.errors import StabilizerWarning
 from tests.contract_hosts import EPOCH, HOSTS, Host, OutOfDataError, make_host
 from tests.launcher import run_distributed
@@ -40,6 +40,9 @@ SPREAD_HOSTS = ("lightning.pytorch", "accelerate", "plain")
 
 pytestmark = pytest.mark.parametrize("kind", CALLBACKS, ids=lambda kind: kind.__name__)
 on_every_host = pytest.mark.parametrize("host_name", HOSTS)
+#: Both packages of Lightning are served by the same lines: the second one's long row of tests is among the slow ones.
+_ROW = [pytest.param(name, marks=pytest.mark.slow) if name == "pytorch_lightning" else name for name in HOSTS]
+on_hosts = pytest.mark.parametrize("host_name", _ROW)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,8 @@ def _busy(kind: Any, **options: Any) -> Any:
     intervals = {name: every for name in names if name.endswith("every_n_steps") and "heatmap" not in name}
     if issubclass(kind, GradLocCallback):
         return kind(**intervals, **{**SEARCHING, **options})
+    if issubclass(kind, DrillCallback):
+        return kind(**intervals, faults=[{"kind": "learning_rate_jump", "step": 10**6}], **options)
     return kind(**intervals, **{name: 1 for name in names if name == "warmup_steps"}, **options)
 
 
@@ -122,7 +127,7 @@ def test_logs_the_same_numbers_at_the_same_steps_on_every_host(kind: Any) -> Non
         assert points == expected, name
 
 
-@on_every_host
+@on_hosts
 def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
     host = _host(kind, host_name)
     options = _observing(kind)  # two that clip would see one another's gradients
@@ -133,7 +138,7 @@ def test_two_of_a_kind_live_side_by_side(kind: Any, host_name: str) -> None:
     assert [tag for tag, _ in ours if not _is_known(tag)] == [], "add it to tags.py"
 
 
-@on_every_host
+@on_hosts
 def test_state_goes_round(kind: Any, host_name: str, tmp_path: Path) -> None:
     callback = kind()
     fresh = callback.state_dict()
@@ -148,7 +153,7 @@ def test_state_goes_round(kind: Any, host_name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-@on_every_host
+@on_hosts
 def test_a_resumed_run_is_the_uninterrupted_one(kind: Any, host_name: str, is_busy: bool, tmp_path: Path) -> None:
     """Bit for bit: weights, states and logged rows. A run that ends may log more at its end."""
     # What is counted in the first step of a run is not searched: the local norms of it are not known.
@@ -168,7 +173,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: Any, host_name: str, is_bu
     assert {step for _, step in points.keys() - expected.keys()} <= {EPOCH - 1}
 
 
-@on_every_host
+@on_hosts
 def test_can_be_copied_and_pickled_at_any_time(kind: Any, host_name: str) -> None:
     callback = kind(every_n_steps=1)
     during, after = Copier(callback), Copier(callback)
@@ -179,7 +184,7 @@ def test_can_be_copied_and_pickled_at_any_time(kind: Any, host_name: str) -> Non
         assert all(same(made, state) for made in copies)
 
 
-@on_every_host
+@on_hosts
 def test_ends_more_than_once(kind: Any, host_name: str) -> None:
     host, callback = _host(kind, host_name), kind()
     host.train([callback])
@@ -196,7 +201,7 @@ def test_other_stages_than_fit_are_none_of_its_business(kind: Any) -> None:
     assert callback.next_step() == 0
 
 
-@on_every_host
+@on_hosts
 def test_an_exception_in_the_loop_leaves_all_rows_written(kind: Any, host_name: str) -> None:
     host, whole, callback = _host(kind, host_name), _busy(kind), _busy(kind)
     host.train([whole], num_steps=2)
@@ -220,7 +225,7 @@ def _failing(kind: Any, **options: Any) -> Any:
     return failing(**_often(kind), **_observing(kind), **options)
 
 
-@on_every_host
+@on_hosts
 def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pytest.LogCaptureFixture) -> None:
     host = _host(kind, host_name)
     weights = host.train([])
@@ -237,7 +242,7 @@ def test_its_failure_does_not_end_the_run(kind: Any, host_name: str, caplog: pyt
     assert {step for tag, step in host.points if tag.startswith("sound/")} == ({0, 1, 2} if own else set())
 
 
-@on_every_host
+@on_hosts
 def test_its_failure_ends_the_run_if_it_is_strict(kind: Any, host_name: str) -> None:
     host = _host(kind, host_name)
     with pytest.raises(RuntimeError, match="a fault of ours"):
@@ -245,7 +250,7 @@ def test_its_failure_ends_the_run_if_it_is_strict(kind: Any, host_name: str) -> 
     assert {step for _, step in host.points} <= {0, 1}
 
 
-@on_every_host
+@on_hosts
 def test_the_environment_turns_it_off(kind: Any, host_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host, callback = _host(kind, host_name), kind(every_n_steps=1)
     weights = host.train([])

@@ -20,9 +20,6 @@ from tests.models import make_transformer
 from tests.reference_localize import gradient_without
 
 STRATEGIES = {"ddp": 2, "fsdp1": 2, "fsdp2": 2, "hsdp": 4}
-each_strategy = pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=pytest.mark.covers(strategy=name)) for name in STRATEGIES]
-)
 strategies_with_a_long_one = pytest.mark.parametrize(
     "strategy",
     [
@@ -84,7 +81,7 @@ def units_of(incident: Incident) -> list[Unit]:
     return sorted((one.rank, one.micro_batch, one.row, one.position) for one in incident.tokens)  # type: ignore[misc]
 
 
-@each_strategy
+@strategies_with_a_long_one
 @pytest.mark.parametrize("syncs", [False, True])
 @pytest.mark.covers(feature="token localisation", host="plain")
 def test_exactly_the_bad_tokens(strategy: str, syncs: bool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stabilizer.localize.guard import Guard
+from stabilizer.localize.guarded import guarded
 from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.prober import Prober, no_gate
 from stabilizer.localize.rebuilding import Difference, copy_into_
@@ -20,10 +20,9 @@ from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.replaying import Replayer
 from stabilizer.localize.result import Result, Suspicion
 from stabilizer.localize.searching import Budget, LocalFinding, MicroBatchSearch
-from stabilizer.localize.surveying import Survey
+from stabilizer.localize.surveying import Survey, agreed
 from stabilizer.localize.suspects import LocalNorms
 from stabilizer.localize.tap import Tap
-from stabilizer.localize.tensor_group import SummingSensors
 from stabilizer.localize.without import Without
 from stabilizer.segments import Segments
 from stabilizer.sensors import Sensors
@@ -110,6 +109,8 @@ class Localizer:
         """
         self._tokenizer, self._redact = tokenizer, redact
         start, result = time.monotonic(), Result()
+        # What is searched, and how many passes there are, follows from it: no rank may have one of its own.
+        suspicion, _ = agreed(suspicion, self._reducer)
         budget = Budget(max_passes, math.inf if max_seconds is None else start + max_seconds, tolerance)
         self._lock.attempt(self._check)
         order = self._survey.run(suspicion, result)
@@ -172,11 +173,7 @@ class Localizer:
 
     @contextlib.contextmanager
     def _guarded(self, *, needs_gate: bool) -> Iterator[Prober]:
-        guard = Guard(self._replayer.model, parameters=self._parameters, device=self._store.device)
-        # Compiled code has the gate's absence built in, and frees what a second pass needs.
-        stance = torch.compiler.set_stance("force_eager")
-        with guard, self._replayer.quiet(), stance:
-            sensors = self._searching_sensors()
+        with guarded(self._replayer, store=self._store, sensors=self._sensors) as (guard, sensors):
             prober = Prober(
                 self._replayer,
                 self._lock,
@@ -193,19 +190,6 @@ class Localizer:
                 yield prober
             finally:
                 prober.drop()
-                sensors.take()
-                if sensors is not self._sensors:
-                    sensors.close()
-
-    def _searching_sensors(self) -> Sensors:
-        """Those that are running, or others where they cannot be used while training."""
-        if self._sensors.reason is None:
-            return self._sensors
-        sensors = SummingSensors(self._replayer.model, self._store.index)
-        sensors.start()
-        if sensors.reason is not None:
-            raise RuntimeError(f"no local norms: {sensors.reason}")
-        return sensors
 
     def _search(
         self,

@@ -180,12 +180,16 @@ class Prober:
         seen = self._sensors.take()
         if seen is None:
             raise RuntimeError(f"no local norms: {self._sensors.reason or 'the sensors saw no backward pass'}")
-        squares = unscaled(self._group.sum_(self._segments.sum(seen)), self._replayer)
+        squares = unscaled(self._summed(self._segments.sum(seen)), self._replayer)
         arrived = self._group.scores(self.gate.arrived)
         scale = self._replayer.scale()
         if arrived is not None and scale is not None:
             arrived = arrived / scale.to(arrived.device, torch.float32)
         return Pass(squares, arrived)
+
+    def _summed(self, squares: Tensor) -> Tensor:
+        """Of all ranks with the same data."""
+        return self._group.sum_(squares)
 
     def take_gradients(self) -> list[Tensor | None]:
         """The gradients of the last pass, as the replayed model leaves them; they are not kept here."""

@@ -17,10 +17,36 @@ from stabilizer.parameters import ParameterIndex
 from stabilizer.reduction import Reducer, rank
 from stabilizer.sensors import Sensors
 
-__all__ = ["Survey"]
+__all__ = ["Survey", "agreed"]
 
 # A single gradient is as long as its one part, but for the rounding of half precision in a reduction.
 _ROUNDING = 1.02
+
+
+def agreed(suspicion: Suspicion, reducer: Reducer) -> tuple[Suspicion, list[float]]:
+    """What sets off a search on the rank where it is worst; a collective.
+
+    Under plain DDP each rank measures a gradient of its own, which is that of the others as long as nothing is broken.
+
+    Args:
+        suspicion: Of this rank.
+        reducer: Reaches the others.
+
+    Returns:
+        The same on every rank, and the norms of all.
+    """
+    own = (suspicion.norm, suspicion.chosen.tolist(), suspicion.factor, suspicion.typical)
+    rows = reducer.objects(own)
+    norms = [row[0] for row in rows]
+    norm, chosen, factor, typical = max(rows, key=lambda row: _excess(row[0], usual=row[2] * row[3]))
+    device = suspicion.chosen.device
+    return Suspicion(norm=norm, chosen=torch.tensor(chosen, device=device), factor=factor, typical=typical), norms
+
+
+def _excess(norm: float, *, usual: float) -> float:
+    if not math.isfinite(norm):
+        return math.inf
+    return norm / usual if usual > 0 and math.isfinite(usual) else norm
 
 
 class Survey:
