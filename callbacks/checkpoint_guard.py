@@ -144,7 +144,7 @@ class CheckpointGuardCallback(StabilizerCallback):
             epoch: Counted from 0.
             first_batch: Number of the loader's first micro-batch, where training goes on in the middle of an epoch.
         """
-        return self.recovery.batches(loader, epoch=epoch, first_batch=first_batch)
+        return self.recovery.data.batches(loader, epoch=epoch, first_batch=first_batch)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called last, by Lightning."""

@@ -18,7 +18,7 @@ from stabilizer.callbacks.numerics_inquiry import Inquiry
 from stabilizer.callbacks.numerics_ledger import Ledger
 from stabilizer.callbacks.numerics_reports import NumericsReports, Profiling
 from stabilizer.callbacks.numerics_signs import RunTimes, Signs
-from stabilizer.callbacks.numerics_triggers import Triggers
+from stabilizer.callbacks.numerics_triggers import Triggers, own_rule
 from stabilizer.callbacks.optimizer_health import OptimizerHealth
 from stabilizer.callbacks.searches import StepReplay
 from stabilizer.callbacks.trigger import Observation
@@ -109,9 +109,9 @@ class NumericsCallback(StabilizerCallback):
         )
         self.max_replays = check_whole("max_replays", max_replays, low=1)
         self.trigger_ratio = check_number("trigger_ratio", trigger_ratio, above=1)
-        self.rule = rule
-        make_rule(rule or "robust_log")  # a bad one is an error here
         self.warmup_steps = check_interval("warmup_steps", warmup_steps, minimum=0)
+        self.rule = rule
+        make_rule(own_rule(rule, self.warmup_steps))  # a bad one is an error here
         self.cooldown_steps = check_interval("cooldown_steps", cooldown_steps, minimum=0)
         self.reproduce_tol = check_number("reproduce_tol", reproduce_tol, above=0)
         self.check_parameters_every_n_steps = (
@@ -130,7 +130,7 @@ class NumericsCallback(StabilizerCallback):
         """All that a run leaves behind."""
         self._ledger = Ledger(self._reports, cooldown_steps=self.cooldown_steps, max_incidents=self.max_incidents)
         self._health = OptimizerHealth(self, every_n_steps=self.every_n_steps, warmup_steps=self.warmup_steps)
-        self._triggers, self._signs = Triggers(self.rule), dict[int, Signs]()
+        self._triggers, self._signs = Triggers(self.rule, warmup_steps=self.warmup_steps), dict[int, Signs]()
         self._times, self._profiling = RunTimes(self.slow_ratio), Profiling()
         self._seen: dict[int, Observation] = {}
 
@@ -140,9 +140,10 @@ class NumericsCallback(StabilizerCallback):
         return self._ledger.findings
 
     def join_run(self, host: Any) -> None:
-        """Time the collectives of this run."""
+        """Time the collectives of this run, and watch its optimizers."""
         self._times = RunTimes(self.slow_ratio)
         host.undo.append(self._times.start())
+        self._health.join_run(host)
 
     def on_gradients(self, context: StepContext) -> None:
         """Hold the norms against what starts a look."""
@@ -161,8 +162,7 @@ class NumericsCallback(StabilizerCallback):
 
     def localize(self, context: StepContext, steps: StepReplay) -> bool:
         """Look into the step; on every rank."""
-        signs = self._signs_of(context.optimizer_index)
-        seen = self._seen[context.optimizer_index]
+        signs, seen = self._signs_of(context.optimizer_index), self._seen[context.optimizer_index]
         inquiry = Inquiry(
             context,
             steps,
@@ -221,7 +221,7 @@ class NumericsCallback(StabilizerCallback):
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""
         names = ("max_replays", "trigger_ratio", "warmup_steps", "cooldown_steps", "check_parameters_every_n_steps")
-        rule = make_rule(self.rule or "robust_log").describe()
+        rule = make_rule(own_rule(self.rule, self.warmup_steps)).describe()
         return {**super().hyperparameters(), "rule": rule, **{name: getattr(self, name) for name in names}}
 
     def extra_state(self) -> dict[str, Any]:
@@ -243,6 +243,10 @@ class NumericsCallback(StabilizerCallback):
         self._ledger.load_state_dict(state["ledger"])
         self._profiling.is_done = bool(state["has_trace"])
         self._health.load_state_dict(state["health"])
+
+    def charts(self) -> dict[str, list[str]]:
+        """Those of the optimizer's health."""
+        return self._health.charts(self.name)
 
     def limitations(self, setting: Any) -> list[str]:
         """Where the host waits, and what cannot be seen."""

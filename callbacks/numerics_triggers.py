@@ -14,7 +14,25 @@ from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.trigger import Observation, Trigger
 from stabilizer.thresholds import RuleSpec
 
-__all__ = ["Triggers"]
+__all__ = ["Triggers", "own_rule"]
+
+# Norms of which a threshold is made, at least and unless somebody says otherwise.
+_MIN_WARMUP, _WARMUP = 2, 50
+
+
+def own_rule(rule: RuleSpec | None, warmup_steps: int) -> RuleSpec:
+    """A rule where no clip keeps thresholds: one that does not wait longer than the callback was told to.
+
+    Args:
+        rule: As the user has given it.
+        warmup_steps: Of the callback.
+
+    Example:
+        >>> own_rule(None, 10)
+        {'name': 'robust_log', 'warmup_steps': 10}
+    """
+    warmup = min(max(warmup_steps, _MIN_WARMUP), _WARMUP)
+    return {"name": "robust_log", "warmup_steps": warmup} if rule is None else rule
 
 
 class Triggers:
@@ -22,10 +40,11 @@ class Triggers:
 
     Args:
         rule: How thresholds follow the norms; `None` for those of the clips, and "robust_log" where there are none.
+        warmup_steps: Of the callback.
     """
 
-    def __init__(self, rule: RuleSpec | None) -> None:
-        self._rule = rule
+    def __init__(self, rule: RuleSpec | None, *, warmup_steps: int) -> None:
+        self._rule, self._own = rule, own_rule(rule, warmup_steps)
         self._triggers: dict[int, Trigger] = {}
         self._saved: dict[int, dict[str, Any]] = {}
 
@@ -43,7 +62,7 @@ class Triggers:
             saved = self._saved.pop(index, None) if trigger is None else trigger.state_dict()
             trigger = Trigger(
                 names,
-                rule=self._rule or "robust_log",
+                rule=self._own,
                 owns_total=total is None,
                 owns_layers=layers is None,
                 device=context.store.norms.device,

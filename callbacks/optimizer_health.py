@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,13 +147,14 @@ class OptimizerHealth:
                 )
         return list(dict.fromkeys(found))
 
-    def charts(self, start: str, title: str = "") -> dict[str, list[str]]:
+    def charts(self, name: str) -> dict[str, list[str]]:
         """Charts to arrange in TensorBoard.
 
         Args:
-            start: Regular expression of what stands before tags.
-            title: What the titles end with.
+            name: Of the callback.
         """
+        start = (f"^{re.escape(name)}/" if name else "^") + r"(opt\d+/)?"
+        title = f" ({name})" if name else ""
         return {
             f"Update over parameter, by layer{title}": [f"{start}{tags.OPTIMIZER_UPDATE_RATIO}/.*"],
             f"RMS of g^2/v, by layer{title}": [f"{start}{tags.OPTIMIZER_RMS}/.*"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.rolling_back import GoodCheckpoints, RollingBack
 from stabilizer.callbacks.rolling_back_hosts import refusal
 from stabilizer.callbacks.run_host import RunHost
+from stabilizer.callbacks.run_memory import RunMemory
 from stabilizer.callbacks.skip_keeper import SkipKeeper
 from stabilizer.callbacks.skipped_data import SkippedData
 from stabilizer.callbacks.trouble import TroubleWatch
@@ -28,8 +29,7 @@ from stabilizer.thresholds.arguments import check_whole
 
 __all__ = ["Recovery"]
 
-# Steps between two warnings of rungs that may be taken again and again.
-_COOLDOWN = 100
+_COOLDOWN = 100  # steps between two warnings of rungs that may be taken again and again
 
 
 class Recovery:
@@ -46,6 +46,7 @@ class Recovery:
 
     Attributes:
         ladder: Of the run, with its history.
+        data: What the run leaves out, and where it is.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -75,13 +76,16 @@ class Recovery:
         self.ladder = Ladder(ladder, calm_steps=calm_steps, quiet_steps=quiet_steps(self._conditions))
         self._keeper = SkipKeeper(None if skip_list is None else Path(skip_list), max_skips=max_skips)
         self._watch = TroubleWatch(self._conditions)
-        self._data = SkippedData(self.skips)
+        self.data = SkippedData(self.skips)
         self._lowered: tuple[float, int] = (1.0, 0)  # factor, and the first step without it
-        self._skips_steps = False
+        self._skips_steps, self._acted_at = False, -1
         self._told: dict[str, int] = {}
         self._rolling: RollingBack | None = None
         self._good: GoodCheckpoints | None = None
         self._suspected: int | None = None
+        # Another run begins with what is here now, unless it resumes.
+        self._fresh = {"ladder": self.ladder.state_dict(), "data": self.data.state_dict()}
+        self._run = RunMemory()
 
     @property
     def skips(self) -> SkipList:
@@ -101,9 +105,8 @@ class Recovery:
     @property
     def lowers_lr(self) -> bool:
         """Whether it may lower learning rates."""
-        return "lower_lr" in self.ladder.names or (
-            self.rolls_back and self.ladder.arguments("roll_back")["lr_factor"] < 1
-        )
+        is_slow_after = self.rolls_back and self.ladder.arguments("roll_back")["lr_factor"] < 1
+        return is_slow_after or "lower_lr" in self.ladder.names
 
     @property
     def looks_at_loss(self) -> bool:
@@ -146,11 +149,13 @@ class Recovery:
                 f"{owner.state_key}: ladder has 'roll_back', but {reason}. Leave this rung out, and resume from the "
                 "last good checkpoint when 'stop' has ended the run"
             )
+        if self._run.is_another(host):
+            self._forget()
         self._keeper.join(host)
         trainer, read = host.engine if host.kind == "lightning" else None, self._keeper.read_resumed
-        host.undo.append(self._data.join(trainer, owner.driver, watches=self.rolls_back, before_data=read))
+        host.undo.append(self.data.join(trainer, owner.driver, watches=self.rolls_back, before_data=read))
         if self.rolls_back:
-            self._rolling = RollingBack(host, owner, good=good_checkpoints, keeper=self._keeper, data=self._data)
+            self._rolling = RollingBack(host, owner, good=good_checkpoints, keeper=self._keeper, data=self.data)
         host.undo.append(self._leave)
 
     def begin_step(self, context: StepContext) -> None:
@@ -178,22 +183,20 @@ class Recovery:
         """
         step = self._clock(context)
         if context.optimizer_index == 0:
-            self._data.note(context, step=step)
+            self.data.note(context, step=step)
         trouble = self._watch.take(context, step=step)
-        if trouble is not None:
+        # Of several optimizers the first that is in trouble speaks for all: they share a checkpoint.
+        if trouble is not None and self._acted_at != step:
+            self._acted_at = step
             self._act(trouble, context, step=step)
         self._suspect(step)
-
-    def batches(self, loader: Iterable[Any], *, epoch: int, first_batch: int = 0) -> Iterator[Any]:
-        """See `SkippedData.batches`."""
-        return self._data.batches(loader, epoch=epoch, first_batch=first_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next steps depend on: plain types."""
         return {
             "ladder": self.ladder.state_dict(),
             "watch": self._watch.state_dict(),
-            "data": self._data.state_dict(),
+            "data": self.data.state_dict(),
             "skips": self._keeper.state_dict(),
             "lowered": list(self._lowered),
             "skips_steps": self._skips_steps,
@@ -207,10 +210,19 @@ class Recovery:
         """
         self.ladder.load_state_dict(state["ladder"])
         self._watch.load_state_dict(state["watch"])
-        self._data.load_state_dict(state["data"])
+        self.data.load_state_dict(state["data"])
         self._keeper.load_state_dict(state["skips"])
         factor, end = state["lowered"]
         self._lowered, self._skips_steps = (float(factor), int(end)), bool(state["skips_steps"])
+        self._run.note_state()
+
+    def _forget(self) -> None:
+        """Another run begins: data, losses and what was done in the one before say nothing of it."""
+        self.ladder.load_state_dict(self._fresh["ladder"])
+        self.data.load_state_dict(self._fresh["data"])
+        self._watch.load_state_dict({})
+        self._keeper.forget()
+        self._lowered, self._skips_steps, self._told = (1.0, 0), False, {}
 
     def _clock(self, context: StepContext) -> int:
         """The step of the first optimizer, whichever one moves: what checkpoints are counted by."""
@@ -238,20 +250,16 @@ class Recovery:
 
     def _suspect(self, step: int) -> None:
         """Keep what was saved before the trouble at hand, if there is any."""
-        found = [first for first in (self._watch.first_bad, self.ladder.first_bad(step)) if first is not None]
-        first = min(found, default=None)
+        both = (self._watch.first_bad, self.ladder.first_bad(step))
+        first = min((one for one in both if one is not None), default=None)
         if first != self._suspected and self._good is not None:
             self._suspected = first
             self._good.suspect(first)
 
     def _tell(self, entry: Entry) -> None:
         """Warn; of what may come again and again once in a while."""
-        last = self._told.get(entry.rung)
-        if (
-            entry.rung in ("alarm", "wait", self.ladder.names[-1])
-            and last is not None
-            and entry.step - last < _COOLDOWN
-        ):
+        last, repeats = self._told.get(entry.rung), entry.rung in ("alarm", "wait", self.ladder.names[-1])
+        if repeats and last is not None and entry.step - last < _COOLDOWN:
             return
         self._told[entry.rung] = entry.step
         warn(f"{self._owner.state_key}: {entry}")
@@ -284,8 +292,8 @@ class Recovery:
         warn(f"{self._owner.state_key}: {entry}")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy takes part in no run.
         return {**self.__dict__, "_good": None, "_rolling": None}
 
     def _leave(self) -> None:
         self._rolling = self._good = None
+        self._run.end()

@@ -11,14 +11,14 @@ import torch
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.hosting import stand_before
-from stabilizer.callbacks.rolling_back_hosts import load_in_place
+from stabilizer.callbacks.rolling_back_hosts import load_in_place, unloadable
 from stabilizer.callbacks.run_host import RunHost
 from stabilizer.callbacks.skip_keeper import SkipKeeper
 from stabilizer.callbacks.skipped_data import SkippedData
 from stabilizer.errors import TrainingStoppedError, logger
 from stabilizer.recovery.ladder import Entry
 from stabilizer.recovery.skip_list import SkipEntry
-from stabilizer.reduction import Reducer, world_size
+from stabilizer.reduction import Reducer, rank, world_size
 from stabilizer.skipping import drop_gradients_
 
 __all__ = ["GoodCheckpoint", "GoodCheckpoints", "RollingBack"]
@@ -130,6 +130,8 @@ class RollingBack:
             good = self._good.latest(before_step=entry.first_step)
         if good is None:
             return f"no checkpoint of step {entry.first_step} or before is known to be good"
+        if reason := self._unloadable(good.path):
+            return reason
         skipped = self._entries(good.step, step, reason=entry.reason)
         if reason := self._keeper.room_for(skipped):
             return reason
@@ -140,6 +142,11 @@ class RollingBack:
         entry.outcome = f"back to {good.path} (step {good.step}); the data of steps {good.step} to {step} are left out"
         self._load(good.path)
         return good.step
+
+    def _unloadable(self, path: Path) -> str:
+        """Why no rank could load a checkpoint, before anything is changed: as the first rank sees it."""
+        reasons = self._reducer.objects(unloadable(self._host, path) if rank() == 0 else "")
+        return str(reasons[0])
 
     def _load(self, path: Path) -> None:
         steps = {number: suite.step for number, suite in self._driver._suites}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+import re
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.run_host import RunHost
 from stabilizer.errors import warn
 
-__all__ = ["load_in_place", "refusal"]
+__all__ = ["load_in_place", "refusal", "unloadable"]
 
 
 def refusal(host: RunHost) -> str:
@@ -29,6 +33,28 @@ def refusal(host: RunHost) -> str:
         return f"a loop with {num} optimizers has no place between their steps where all of it could be put back"
     what = "transformers' trainer" if host.kind == "transformers" else "a plain loop"
     return f"{what} cannot be put back to a checkpoint within the process"
+
+
+def unloadable(host: RunHost, path: Path) -> str:
+    """Why a checkpoint cannot be loaded without executing code that is in it; empty if it can, or if loading will tell.
+
+    Args:
+        host: Of the run.
+        path: Of the checkpoint.
+    """
+    if host.kind != "lightning" or not path.is_file():
+        return ""
+    try:
+        # Structure alone: no number is read.
+        torch.load(path, map_location="meta", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = found[1] if found else "an object of its own"
+        return (
+            f"{path} holds {what}, which is not loaded without executing code: have save_hyperparameters and callbacks "
+            "save plain types only, or say torch.serialization.add_safe_globals([...]) before training"
+        )
+    return ""
 
 
 def load_in_place(host: RunHost, path: Path, *, owner: StabilizerCallback) -> None:

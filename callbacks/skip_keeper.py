@@ -12,8 +12,8 @@ import torch
 
 from stabilizer.callbacks.hosting import stand_before
 from stabilizer.callbacks.run_host import RunHost
-from stabilizer.checkpoints.shelves import KEPT
-from stabilizer.errors import warn
+from stabilizer.checkpoints.shelves import shelf_of
+from stabilizer.errors import logger, warn
 from stabilizer.recovery.skip_files import FILE_NAME, load_skip_text, read_skip_list, write_skip_list
 from stabilizer.recovery.skip_list import SkipEntry, SkipList
 from stabilizer.reduction import Reducer, rank, world_size
@@ -39,6 +39,13 @@ class SkipKeeper:
         self._folders: list[Path] = []
         self._read: set[Path] = set()
         self._host: RunHost | None = None
+
+    def forget(self) -> None:
+        """Another run's list, and where that had its checkpoints, are not this one's."""
+        if self.skips.entries:
+            logger.info("another run begins: the skip list of the one before (%d entries) is not its", len(self.skips))
+        self.skips.clear()
+        self._folders = []
 
     def join(self, host: RunHost) -> None:
         """Read the list of a run that begins, and those of checkpoints that it loads; on every rank.
@@ -71,7 +78,7 @@ class SkipKeeper:
         Raises:
             ValueError: If it is none, or leaves out too much; on every rank.
         """
-        file = self.file if self.file is not None else checkpoint and _folder_of(checkpoint) / FILE_NAME
+        file = self.file if self.file is not None else checkpoint and self._folder_of(checkpoint) / FILE_NAME
         if file is None or file in self._read:
             return
         self._read.add(file)
@@ -106,7 +113,7 @@ class SkipKeeper:
             checkpoints: That a run may go on from.
         """
         self.skips.extend(entries)
-        self._folders = list(dict.fromkeys([*self._folders, *map(_folder_of, checkpoints)]))
+        self._folders = list(dict.fromkeys([*self._folders, *map(self._folder_of, checkpoints)]))
 
     def write(self) -> None:
         """Write the list on the first rank.
@@ -148,6 +155,16 @@ class SkipKeeper:
         self.read(None if input_dir is None else Path(input_dir))
         return result
 
+    def _folder_of(self, checkpoint: Path) -> Path:
+        """Where the list of a checkpoint is: beside it, whichever folder that waits in."""
+        folder = shelf_of(checkpoint)
+        host = self._host
+        if host is None or host.kind != "accelerate":
+            return folder
+        # It takes everything in there for a checkpoint with a number in its name, and fails where there is none.
+        is_numbered = host.engine.project_configuration.automatic_checkpoint_naming
+        return folder.parent if is_numbered and folder.name == "checkpoints" else folder
+
     def _leave(self) -> None:
         self._host = None
 
@@ -163,9 +180,3 @@ class SkipKeeper:
                 "micro-batch is another one now. Of those entries only the samples that they name are left out, in "
                 "later epochs"
             )
-
-
-def _folder_of(checkpoint: Path) -> Path:
-    """Where its list is: checkpoints that were kept from being written over are in a folder of their own."""
-    folder = checkpoint.parent
-    return folder.parent if folder.name == KEPT else folder

@@ -53,7 +53,7 @@ class SkippedData:
         Args:
             trainer: Of Lightning; `None` in a loop.
             driver: The host's.
-            watches: Whether samples are remembered, for the list to grow.
+            watches: Whether places and samples are remembered, for the list to grow.
             before_data: Called in Lightning before anything is drawn, when all of a checkpoint is loaded.
 
         Returns:
@@ -83,7 +83,7 @@ class SkippedData:
         else:
             epoch, batch = self._place
             self._warn_if_forgotten(context)
-        if epoch >= 0 and batch >= 0:
+        if self._watches and epoch >= 0 and batch >= 0:
             self.positions.push(step, epoch=epoch, batch=batch)
 
     def spans(self, first_step: int, last_step: int) -> list[Span]:

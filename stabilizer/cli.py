@@ -20,6 +20,7 @@ from jsonargparse import ActionConfigFile, ActionYesNo, ArgumentParser  # type: 
 from stabilizer import __version__
 from stabilizer.calibration.command import calibrate
 from stabilizer.calibration.mistakes import CalibrationError
+from stabilizer.checkpoints.command import CheckpointsError, checkpoints
 from stabilizer.localize.replay_command import ReplayError, replay
 
 if TYPE_CHECKING:
@@ -224,10 +225,20 @@ def _replay_parser() -> ArgumentParser:
     return parser
 
 
+def _checkpoints_parser() -> ArgumentParser:
+    parser = _Parser(description=_introduction(checkpoints))
+    parser.add_function_arguments(checkpoints, skip={"verify"}, as_positional=True, fail_untyped=False)
+    parser.add_argument(
+        "--verify", action="store_true", help="Verify what has not been verified yet, and write its guard file."
+    )
+    return parser
+
+
 _COMMANDS: dict[str, tuple[Callable[..., None], Callable[[], ArgumentParser]]] = {
     "demo": (demo, _demo_parser),
     "calibrate": (calibrate, _calibrate_parser),
     "replay": (replay, _replay_parser),
+    "checkpoints": (checkpoints, _checkpoints_parser),
 }
 
 
@@ -272,7 +283,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         function, arguments = _parse((sys.argv[1:] if args is None else args) or ["--help"])
         function(**arguments)
-    except (UsageError, CalibrationError, ReplayError) as error:
+    except (UsageError, CalibrationError, ReplayError, CheckpointsError) as error:
         sys.stderr.write(f"stabilizer: error: {error}\n")
         return 2
     except KeyboardInterrupt:

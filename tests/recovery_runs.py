@@ -346,7 +346,7 @@ def loop(
             start = first[1] if epoch == first[0] else 0
             batches: Any = accelerator.skip_first_batches(loader, start) if start else loader
             if with_batches:
-                batches = guard.recovery.batches(batches, epoch=epoch, first_batch=start)
+                batches = guard.recovery.data.batches(batches, epoch=epoch, first_batch=start)
             for inputs, targets in batches:
                 result.seen.append((epoch, inputs[:, 0].tolist()))
                 with accelerator.accumulate(model):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from stabilizer.callbacks import CheckpointGuardCallback
 from stabilizer.checkpoints import Guard, last_good_checkpoint, read_guard, verify_checkpoint
 from stabilizer.checkpoints.command import CheckpointsError, checkpoints
 from stabilizer.checkpoints.guard_file import guard_path
@@ -261,3 +262,8 @@ def test_the_command_shows_what_is_known(tmp_path: Path, capsys: pytest.CaptureF
     assert "run[1]" in shown
     with pytest.raises(CheckpointsError, match="is no folder"):
         checkpoints(tmp_path / "nothing")
+
+
+def test_a_bad_argument_is_refused() -> None:
+    with pytest.raises(ValueError, match="keep_good=0"):
+        CheckpointGuardCallback(keep_good=0)

@@ -8,79 +8,31 @@ import math
 import os
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from stabilizer.checkpoints import Expected, verify_checkpoint
 from stabilizer.checkpoints.archive import Archive
 from stabilizer.checkpoints.expecting import nonfinite_buffers, weights_of
+from tests.checkpoint_writers import WRITERS, Tied, expected_of, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-class Tied(nn.Module):
-    """Two names of one matrix, a frozen parameter, a mask, and a buffer of half precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("mask", torch.full((4, 4), -math.inf).triu(1))
-        self.register_buffer("scale", torch.tensor([1.5, math.inf], dtype=torch.bfloat16))
-
-
-def _trained() -> tuple[Tied, torch.optim.Optimizer]:
-    model = Tied()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    model.head(model.embed(torch.tensor([1, 2]))).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def _expected(model: nn.Module, **numbers: int) -> Expected:
-    return Expected(weights_of(model), nonfinite_buffers(model), **numbers)
-
-
-def _lightning(path: Path, state: dict[str, Any], optimizer: Any, **more: Any) -> Path:
-    torch.save({"state_dict": state, "optimizer_states": [optimizer], "loops": {}, "global_step": 5, **more}, path)
-    return path
-
-
-def _accelerate(path: Path, state: dict[str, Any], optimizer: Any, **_: Any) -> Path:
-    path.mkdir()
-    kept = {name: tensor.contiguous() for name, tensor in state.items() if name != "head.weight"}
-    save_file({f"module.{name}": tensor for name, tensor in kept.items()}, path / "model.safetensors")
-    torch.save(optimizer, path / "optimizer.bin")
-    for rank in range(2):
-        torch.save({"step": 1, "random_state": (3, (1, 2), None)}, path / f"random_states_{rank}.pkl")
-    return path
-
-
-def _sharded(path: Path, state: dict[str, Any], optimizer: Any, **more: Any) -> Path:
-    dcp.save({"state_dict": state, "optimizer_0": optimizer}, checkpoint_id=path)
-    torch.save({"loops": {}, "global_step": 5, **more}, path / "meta.pt")
-    return path
-
-
-WRITERS: dict[str, Callable[..., Path]] = {"lightning": _lightning, "accelerate": _accelerate, "sharded": _sharded}
 every_format = pytest.mark.parametrize("kind", WRITERS)
 
 
 @every_format
 def test_what_a_host_writes_is_good(kind: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     path = WRITERS[kind](tmp_path / "five5", model.state_dict(), optimizer.state_dict())
-    guard = verify_checkpoint(path, expected=_expected(model, num_optimizers=1))
+    guard = verify_checkpoint(path, expected=expected_of(model, num_optimizers=1))
     assert (guard.verdict, guard.reasons, guard.is_full, guard.step) == ("good", (), True, 5)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     assert [(file.name, file.size) for file in guard.files] == [(file.name, file.stat().st_size) for file in files]
@@ -91,9 +43,9 @@ def test_what_a_host_writes_is_good(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["parameter", "moment", "buffer"])
 def test_what_is_not_finite_is_named(kind: str, value: float, place: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     model.register_buffer("running", torch.ones(5))
-    expected = _expected(model)
+    expected = expected_of(model)
     state, moments = model.state_dict(), optimizer.state_dict()
     spoiled = {"parameter": state["embed.weight"], "moment": moments["state"][0]["exp_avg"], "buffer": state["running"]}
     spoiled[place].view(-1)[-1] = value
@@ -109,27 +61,27 @@ def test_what_is_not_finite_is_named(kind: str, value: float, place: str, tmp_pa
 
 @every_format
 def test_infinities_that_were_there_from_the_start_are_none_of_its_business(kind: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     path = WRITERS[kind](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     [reason] = verify_checkpoint(path, expected=Expected(weights_of(model))).reasons
     assert "scale: 1 of 2 elements" in reason, "the mask alone is one by its looks"
     model.scale[0] = math.nan
-    assert verify_checkpoint(path, expected=_expected(model)).verdict == "good"
+    assert verify_checkpoint(path, expected=expected_of(model)).verdict == "good"
 
 
 @every_format
 def test_shapes_and_names_are_the_model_s(kind: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     state = model.state_dict()
     del state["frozen"]  # which may be left out
     path = WRITERS[kind](tmp_path / "saved", state, optimizer.state_dict())
-    assert verify_checkpoint(path, expected=_expected(model)).verdict == "good"
+    assert verify_checkpoint(path, expected=expected_of(model)).verdict == "good"
     other = Tied()
     other.embed.weight = other.head.weight = nn.Parameter(torch.zeros(8, 4))
-    [reason] = verify_checkpoint(path, expected=_expected(other)).reasons
+    [reason] = verify_checkpoint(path, expected=expected_of(other)).reasons
     assert reason == "parameter embed.weight has shape [7, 4], the model's has [8, 4]"
     model.more = nn.Linear(2, 2)
-    reasons = verify_checkpoint(path, expected=_expected(model)).reasons
+    reasons = verify_checkpoint(path, expected=expected_of(model)).reasons
     assert reasons == tuple(
         f"parameter more.{name} of shape {shape} is missing" for name, shape in (("weight", [2, 2]), ("bias", [2]))
     )
@@ -157,10 +109,10 @@ def _cut(path: Path, share: float) -> None:
     ],
 )
 def test_a_file_that_is_cut_off_is_bad(kind: str, file: str, share: float, tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     path = WRITERS[kind](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     _cut(path / file if file else path, share)
-    guard = verify_checkpoint(path, expected=_expected(model))
+    guard = verify_checkpoint(path, expected=expected_of(model))
     assert guard.verdict == "bad"
     assert not file or any(file in reason or ".metadata" in reason for reason in guard.reasons)
 
@@ -174,24 +126,24 @@ def test_a_file_that_is_cut_off_is_bad(kind: str, file: str, share: float, tmp_p
     ],
 )
 def test_a_folder_of_accelerate_that_lacks_a_file_is_bad(file: str, reason: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = _accelerate(tmp_path / "saved", model.state_dict(), optimizer.state_dict())
+    model, optimizer = trained()
+    path = WRITERS["accelerate"](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     (path / file).unlink()
-    assert reason in verify_checkpoint(path, expected=_expected(model, num_processes=2)).reasons
+    assert reason in verify_checkpoint(path, expected=expected_of(model, num_processes=2)).reasons
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "meta.pt"])
 def test_a_sharded_folder_that_lacks_a_file_is_bad(file: str, tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = _sharded(tmp_path / "saved", model.state_dict(), optimizer.state_dict())
+    model, optimizer = trained()
+    path = WRITERS["sharded"](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     (path / file).unlink()
-    assert verify_checkpoint(path, expected=_expected(model)).verdict == "bad"
+    assert verify_checkpoint(path, expected=expected_of(model)).verdict == "bad"
 
 
 @pytest.mark.parametrize("kind", ["lightning", "sharded"])
 def test_a_flipped_bit_is_found_by_the_sums_of_the_writer(kind: str, tmp_path: Path) -> None:
     """In the middle of a tensor, where the value stays finite."""
-    model, optimizer = _trained()
+    model, optimizer = trained()
     path = WRITERS[kind](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     file = path if path.is_file() else path / "__0_0.distcp"
     content = bytearray(file.read_bytes())
@@ -199,17 +151,17 @@ def test_a_flipped_bit_is_found_by_the_sums_of_the_writer(kind: str, tmp_path: P
     assert place > 0
     content[place + 1] ^= 1
     file.write_bytes(bytes(content))
-    assert "Bad CRC-32" in " ".join(verify_checkpoint(path, expected=_expected(model)).reasons)
+    assert "Bad CRC-32" in " ".join(verify_checkpoint(path, expected=expected_of(model)).reasons)
 
 
 def test_a_file_without_sums_is_read_all_the_same(tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     torch.serialization.set_crc32_options(False)
     try:
-        path = _lightning(tmp_path / "saved.ckpt", model.state_dict(), optimizer.state_dict())
+        path = WRITERS["lightning"](tmp_path / "saved.ckpt", model.state_dict(), optimizer.state_dict())
     finally:
         torch.serialization.set_crc32_options(True)
-    assert verify_checkpoint(path, expected=_expected(model)).verdict == "good"
+    assert verify_checkpoint(path, expected=expected_of(model)).verdict == "good"
 
 
 class _Bomb:
@@ -225,7 +177,7 @@ class _Bomb:
 @every_format
 def test_nothing_is_executed(kind: str, tmp_path: Path) -> None:
     """Wherever a pickle may be: in the file, in the rest, in the metadata, in states of random numbers."""
-    model, optimizer = _trained()
+    model, optimizer = trained()
     trap = tmp_path / "trap"
     path = WRITERS[kind](
         tmp_path / "saved", model.state_dict(), optimizer.state_dict(), hyper_parameters={"config": _Bomb(trap)}
@@ -234,7 +186,7 @@ def test_nothing_is_executed(kind: str, tmp_path: Path) -> None:
         for name in ("random_states_0.pkl", "scheduler.bin", "optimizer.bin"):
             torch.save({"state": _Bomb(trap)}, path / name)
         (path / "custom_checkpoint_0.pkl").write_bytes(pickle.dumps(_Bomb(trap)))
-    guard = verify_checkpoint(path, expected=_expected(model))
+    guard = verify_checkpoint(path, expected=expected_of(model))
     assert guard.verdict == "good", guard.reasons  # an object of a user's own makes no checkpoint a bad one
     if kind == "sharded":
         (path / ".metadata").write_bytes(pickle.dumps(_Bomb(trap)))
@@ -245,8 +197,8 @@ def test_nothing_is_executed(kind: str, tmp_path: Path) -> None:
 
 
 def test_metadata_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = _sharded(tmp_path / "saved", model.state_dict(), optimizer.state_dict())
+    model, optimizer = trained()
+    path = WRITERS["sharded"](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     content = (path / ".metadata").read_bytes()
     (tmp_path / "0_0.distc").write_bytes((path / "__0_0.distcp").read_bytes())
     (path / ".metadata").write_bytes(content.replace(b"__0_0.distcp", b"../0_0.distc"))
@@ -256,18 +208,18 @@ def test_metadata_that_leads_elsewhere_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_the_weights_alone_are_not_what_a_run_resumes_from(tmp_path: Path) -> None:
-    model, _ = _trained()
+    model, _ = trained()
     torch.save({"state_dict": model.state_dict(), "global_step": 5}, tmp_path / "weights.ckpt")
-    guard = verify_checkpoint(tmp_path / "weights.ckpt", expected=_expected(model))
+    guard = verify_checkpoint(tmp_path / "weights.ckpt", expected=expected_of(model))
     assert (guard.verdict, guard.is_full) == ("good", False)
 
 
 def test_what_callbacks_keep_may_be_infinite(tmp_path: Path) -> None:
-    model, optimizer = _trained()
+    model, optimizer = trained()
     callbacks = {"EarlyStopping": {"best_score": torch.tensor(math.inf)}}
     for kind in ("lightning", "sharded"):
         path = WRITERS[kind](tmp_path / kind, model.state_dict(), optimizer.state_dict(), callbacks=callbacks)
-        assert verify_checkpoint(path, expected=_expected(model)).verdict == "good"
+        assert verify_checkpoint(path, expected=expected_of(model)).verdict == "good"
 
 
 def test_elements_that_no_tensor_sees_may_be_anything(tmp_path: Path) -> None:
@@ -298,8 +250,8 @@ def test_a_file_of_the_old_format_is_read(tmp_path: Path) -> None:
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = _accelerate(tmp_path / "saved", model.state_dict(), optimizer.state_dict())
+    model, optimizer = trained()
+    path = WRITERS["accelerate"](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     (tmp_path / "elsewhere").write_bytes((path / "optimizer.bin").read_bytes())
     (path / "optimizer.bin").unlink()
     (path / "optimizer.bin").symlink_to(tmp_path / "elsewhere")
@@ -330,11 +282,11 @@ def test_objects_of_a_sharded_folder_are_whole(tmp_path: Path) -> None:
 
 
 def test_safetensors_agree_with_their_own_reader(tmp_path: Path) -> None:
-    model, optimizer = _trained()
-    path = _accelerate(tmp_path / "saved", model.state_dict(), optimizer.state_dict())
+    model, optimizer = trained()
+    path = WRITERS["accelerate"](tmp_path / "saved", model.state_dict(), optimizer.state_dict())
     names = {name.removeprefix("module.") for name in load_file(path / "model.safetensors")}
     assert names == {"embed.weight", "frozen", "mask", "scale"}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}})[:-3])
-    assert verify_checkpoint(path, expected=_expected(model)).reasons == (
+    assert verify_checkpoint(path, expected=expected_of(model)).reasons == (
         "model.safetensors.index.json: it is cut off, or no JSON",
     )

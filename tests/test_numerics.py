@@ -234,3 +234,20 @@ def test_findings_go_round_in_a_checkpoint(tmp_path: Path) -> None:
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert other.findings == callback.findings
     assert len(findings_of(other)) == 1
+
+
+def test_a_short_warm_up_is_that_of_its_own_rule_too(tmp_path: Path) -> None:
+    [finding], _ = train(tmp_path, Trouble("token"), rule=None)
+    assert (finding.kind, finding.step) == ("spike", STEP)
+
+
+def test_the_optimizer_s_health_takes_part_and_has_its_charts() -> None:
+    callback, model = NumericsCallback(every_n_steps=1, name="own"), nn.Linear(2, 2).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows: list[tuple[dict[str, float], int]] = []
+    with attach(None, model=model, optimizer=optimizer, callbacks=[callback], log=lambda *row: rows.append(row)):
+        for _ in range(2):  # at the first step only who has joined the run has seen the first micro-batch
+            model(torch.ones(1, 2).bfloat16()).sum().backward()
+        optimizer.step()
+    assert any(tag.startswith("own/optimizer/swallowed_gradients") for values, _ in rows for tag in values)
+    assert any("optimizer/update_ratio" in tags[0] for tags in callback.charts().values())

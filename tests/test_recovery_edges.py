@@ -18,6 +18,7 @@ from stabilizer.callbacks import CheckpointGuardCallback
 from stabilizer.callbacks.replays import Replays
 from stabilizer.callbacks.rolling_back_hosts import refusal
 from stabilizer.callbacks.run_host import RunHost
+from stabilizer.errors import TrainingStoppedError
 from stabilizer.recovery import SkipEntry, write_skip_list
 from tests.lightning_models import PACKAGES, make_trainer
 from tests.recovery_runs import BATCH, ROLL_BACK, Guard, Line, Loader, Module, fit, make_net, test_loss
@@ -68,12 +69,48 @@ def test_several_optimizers_in_manual_optimization(tmp_path: Path, package: str)
     )
     options: dict[str, Any] = {"max_steps": -1, "max_epochs": 1, "enable_checkpointing": True}
     make_trainer(callbacks=[guard, saves], package=package, default_root_dir=tmp_path, **options).fit(module)
+    # Both are in trouble at the same step: that is one rung.
     [entry] = guard.recovery.history
     assert "(step 30)" in entry.outcome
+    assert guard.recovery.ladder.num_rollbacks == 1
     # The batch after it begins with what batch 30 began with, both nets alike.
     assert all(torch.equal(one, other) for one, other in zip(module.before[30], module.before[34], strict=True))
     assert all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
     assert (guard.next_step(0), guard.next_step(1)) == (60, 120)
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+def test_several_optimizers_in_trouble_at_a_step_take_one_rung(tmp_path: Path) -> None:
+    kind: Any = type("Game", (Game, importlib.import_module(PACKAGES[0]).LightningModule), {"__module__": __name__})
+    guard = CheckpointGuardCallback(
+        conditions=[{"name": "nonfinite", "num": 1}], ladder=["alarm", "skip", "stop"], strict=True
+    )
+    module = kind(Line(40 * BATCH, bad=range(33 * BATCH, 34 * BATCH)))
+    trainer = make_trainer(callbacks=[guard], default_root_dir=tmp_path, max_steps=-1, max_epochs=1)
+    with pytest.raises(TrainingStoppedError):
+        trainer.fit(module)
+    steps = [entry.step for entry in guard.recovery.history]
+    assert [entry.rung for entry in guard.recovery.history] == ["alarm", "skip", "stop"]
+    assert steps == sorted(set(steps))
+
+
+def test_what_is_loaded_by_executing_it_alone_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    class WithPath(Module):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["hyper_parameters"] = {"root": tmp_path}
+
+    guard = Guard(ladder=["roll_back"])
+    data = Line(LENGTH, bad=bad_batches(33, 35))
+    module = fit(guard, tmp_path / "run", data=data, kind=WithPath)
+    [entry, *_] = guard.recovery.history
+    assert entry.rung == "roll_back"
+    assert "not done" in entry.outcome
+    assert "Path, which is not loaded without executing code" in entry.outcome
+    assert "add_safe_globals" in entry.outcome
+    # Nothing was left out, and nothing is said to be bad.
+    assert len(guard.recovery.skips) == 0
+    assert not (tmp_path / "run" / "skip_list.json").exists()
+    assert [batch for _, batch, _ in module.seen] == [*range(100)]
 
 
 @pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
@@ -147,8 +184,9 @@ def test_the_same_callback_in_two_fits(tmp_path: Path) -> None:
     assert type(first.trainer.train_dataloader.batch_sampler).__name__ == "BatchSampler"
     assert vars(first.trainer.fit_loop.epoch_loop).get("advance") is None
     second = fit(guard, tmp_path / "two", data=Line(LENGTH), shuffles=True)
-    # A list belongs to the data that it was made with: the places that it names are left out here as well.
-    assert [batch for _, batch, _ in second.seen] == [*range(30), *range(36, 100)]
+    # Another run has another list, and its own rungs.
+    assert [batch for _, batch, _ in second.seen] == [*range(100)]
+    assert (guard.recovery.history, len(guard.recovery.skips)) == ([], 0)
 
 
 class Plain(Module):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from stabilizer.errors import StabilizerWarning
 
 if TYPE_CHECKING:
     from stabilizer.checkpoints.shelves import Entry
@@ -28,7 +31,7 @@ def checkpoints(folder: Path, *, verify: bool = False) -> None:
     """
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from stabilizer.checkpoints.finding import newest_good
     from stabilizer.checkpoints.folders import peek_step
@@ -38,9 +41,11 @@ def checkpoints(folder: Path, *, verify: bool = False) -> None:
         raise CheckpointsError(f"{folder} is no folder: expected one with checkpoints in it")
     paths = list(checkpoints_below(folder))
     if verify:
-        for path in paths:
-            newest_good([path])
-    table = Table("step", "checkpoint", "verdict", "verified at", "what is wrong")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StabilizerWarning)  # the table says it
+            for path in paths:
+                newest_good([path])
+    table = Table("step", Column("checkpoint", overflow="fold", ratio=1), "verdict", "verified at", "what is wrong")
     rows = []
     for path in paths:
         entry = read_entry(path)

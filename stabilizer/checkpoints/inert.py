@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import pickle
+import reprlib
+import struct
 from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 import torch
 
 __all__ = ["Record", "SavedTensor", "read_pickle"]
+
+_MAX_OBJECTS = 50_000_000
+_MAX_DEPTH = 100
+_MAX_DIMS = 64
+# Bytes that make one object each: an empty list, a mark, an entry of the memo, a call, and so on.
+_MAKERS = {
+    **dict.fromkeys((pickle.MARK, pickle.EMPTY_LIST, pickle.EMPTY_DICT, pickle.EMPTY_SET, pickle.BINPERSID), 1),
+    **dict.fromkeys((pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.PUT, pickle.PERSID), 1),
+    # A record takes as much as ten of the others.
+    **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ), 10),
+}
+_TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
 # `torch.save` names a storage's type by its class.
 _STORAGES = {
@@ -84,6 +100,10 @@ class Record(dict[Any, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __repr__(self) -> str:
+        # Without its items: through what they share, a text may be endless.
+        return f"<{self.name}>"
+
     def field(self, name: str) -> Any:
         """A field of what was a dataclass; `None` if there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
@@ -102,24 +122,60 @@ def read_pickle(file: IO[bytes]) -> Any:
         file: At the start of the pickle.
 
     Raises:
-        ValueError: If it is not whole.
+        ValueError: If it is not whole, or made to take all memory.
 
     Example:
-        >>> import io, pathlib
+        >>> import pathlib
         >>> read_pickle(io.BytesIO(pickle.dumps({"where": pathlib.PurePosixPath("a/b")})))["where"].args[0]
         ('a', 'b')
     """
     try:
-        return _Unpickler(file).load()
+        # Of bytes in memory a length that is not true takes no more than there is.
+        return _Unpickler(io.BytesIO(file.read())).load()
     except Exception as error:  # any: the bytes may be anything
         raise ValueError(f"its pickle is not whole ({type(error).__name__}: {error})"[:300]) from None
 
 
-class _Unpickler(pickle.Unpickler):
+_Python: Any = pickle._Unpickler
+
+
+class _Unpickler(_Python):  # type: ignore[misc]
+    """The one in Python, whose memo is a dict: in C it is an array as long as the largest number that a file names."""
+
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, encoding="latin1")
         # Classes and functions of this one file: whatever it does to them ends with it.
         self._classes: dict[tuple[str, str], Any] = {}
+        self._num_objects = 0
+        # Of tuples with tuples in them: depth, and elements at all depths. They stay alive, so that an id is one tuple.
+        self._nested: dict[int, tuple[Any, int, int]] = {}
+
+    def count(self, number: int) -> None:
+        """Note that something was made."""
+        self._num_objects += number
+        if self._num_objects > _MAX_OBJECTS:
+            raise ValueError(f"more than {_MAX_OBJECTS} objects")
+
+    def see_tuple(self, made: tuple[Any, ...]) -> None:
+        """Bound its depth: as a key it is hashed, by a recursion in C that has no limit but the stack."""
+        self.count(1)
+        inner = [one for one in made if type(one) is tuple]
+        if not inner:
+            return
+        known = [self._nested.get(id(one), (one, 1, len(one))) for one in inner]
+        depth, size = 1 + max(depth for _, depth, _ in known), len(made) + sum(size for *_, size in known)
+        if depth > _MAX_DEPTH or size > _MAX_OBJECTS:
+            raise ValueError(f"tuples nested more than {_MAX_DEPTH} deep, or with more than {_MAX_OBJECTS} elements")
+        self._nested[id(made)] = (made, depth, size)
+
+    def get_extension(self, code: int) -> None:
+        """Nothing that this process has registered."""
+        raise ValueError(f"extension {code}")
+
+    def load_bytearray8(self) -> None:
+        """The original takes the memory before it looks whether the bytes are there."""
+        [size] = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(size)))
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
@@ -137,8 +193,27 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, size = pid[:5]
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(size) is not int or not 0 <= size < 2**60:
-            raise ValueError(f"storage {pid!r:.80}")
+            raise ValueError(f"storage {reprlib.repr(pid):.80}")
+        if not isinstance(key, str | int):
+            raise ValueError("storage without a name")
         return _Storage(str(key), dtype, size * dtype.itemsize)
+
+
+def _after(code: bytes, act: Callable[[_Unpickler], None]) -> None:
+    original = _Python.dispatch[code[0]]
+
+    def load(self: _Unpickler) -> None:
+        original(self)
+        act(self)
+
+    _Unpickler.dispatch[code[0]] = load
+
+
+_Unpickler.dispatch = {**_Python.dispatch, pickle.BYTEARRAY8[0]: _Unpickler.load_bytearray8}
+for _code, _number in _MAKERS.items():
+    _after(_code, functools.partial(_Unpickler.count, number=_number))
+for _code in _TUPLES:
+    _after(_code, lambda self: self.see_tuple(self.stack[-1]))
 
 
 def _once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +222,9 @@ def _once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whole_numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or not all(type(value) is int and 0 <= value < 2**60 for value in values):
-        raise ValueError(f"shape or stride {values!r:.80}")
+        raise ValueError(f"shape or stride {reprlib.repr(values):.80}")
+    if len(values) > _MAX_DIMS:
+        raise ValueError(f"shape or stride of {len(values)} dimensions")
     return tuple(values)
 
 
@@ -165,8 +242,8 @@ def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-def _as_tuple(*values: Any) -> tuple[Any, ...]:
-    return tuple(values[0]) if len(values) == 1 and isinstance(values[0], list | tuple) else values
+def _as_size(*values: Any) -> tuple[Any, ...]:
+    return _whole_numbers(values[0] if len(values) == 1 and isinstance(values[0], list | tuple) else values)
 
 
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
@@ -175,5 +252,5 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch._utils", "_rebuild_parameter"): _first,
     ("torch._utils", "_rebuild_parameter_with_state"): _first,
-    ("torch", "Size"): _as_tuple,
+    ("torch", "Size"): _as_size,
 }

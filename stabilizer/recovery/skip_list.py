@@ -74,6 +74,11 @@ class SkipList:
         self.entries = list(dict.fromkeys([*self.entries, *entries]))
         self.renumber(self._num_ranks)
 
+    def clear(self) -> None:
+        """Forget all entries: those of another run."""
+        self.entries = []
+        self.renumber(self._num_ranks)
+
     def renumber(self, num_ranks: int) -> None:
         """Say how many ranks there are.
 
