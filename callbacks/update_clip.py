@@ -199,8 +199,9 @@ class UpdateClipCallback(StabilizerCallback):
         memory = self._memories.get(index)
         found = [] if memory is None else memory.nonfinite(waits=waits)
         if found:
+            who = f"optimizer {index}" if index else "the optimizer"
             warn(
-                f"{self.state_key}: the optimizer has moved {found[:5]} ({len(found)} layers in all) by an update that "
+                f"{self.state_key}: {who} has moved {found[:5]} ({len(found)} layers in all) by an update that "
                 "is not finite; no factor makes that finite, so it was left as it is. AdaptiveClipThreshold() or "
                 "LayerClipCallback() skip such a step before it is made"
             )
