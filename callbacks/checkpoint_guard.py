@@ -29,6 +29,9 @@ from stabilizer.tally import Weight
 
 __all__ = ["CheckpointGuardCallback"]
 
+# A run whose weights are dead goes on saving.
+_STEPS_TO_TELL_AGAIN = 100
+
 
 class CheckpointGuardCallback(StabilizerCallback):
     """Verifies every checkpoint that the host saves, and keeps the last good ones whatever the host deletes.
@@ -268,7 +271,13 @@ def _say(saves: GuardedSaves, key: str) -> list[str]:
         if guard.verdict == "good":
             logger.info("%s: %s is good (step %d)", key, path, guard.step)
         else:
-            texts.append(_bad(path, guard))
+            since = None if saves.told_bad is None else guard.step - saves.told_bad
+            if since is not None and 0 <= since < _STEPS_TO_TELL_AGAIN:
+                why = guard.reasons[0][:100]
+                texts.append(f"also a BAD CHECKPOINT {path} (step {guard.step}; see step {saves.told_bad}): {why}")
+            else:
+                saves.told_bad = guard.step
+                texts.append(_bad(path, guard))
             warn(f"{key}: {texts[-1]}")
     return texts
 

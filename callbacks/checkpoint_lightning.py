@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +43,12 @@ class TrainerSaves(GuardedSaves):
             return original(filepath, weights_only, *rest, **more)
         # Only this rank has come so far: all strategies write on the first rank, or after a broadcast from it.
         displaced = self.displace(path)
+        was_free = not os.path.lexists(path)
         self.announce(path, step, inside=False, is_full=not weights_only)
         try:
             result = original(filepath, weights_only, *rest, **more)
         except BaseException:
-            self.failed(path, displaced)
+            self.failed(path, displaced, was_free=was_free)
             raise
         ready = _pending_writes(self._trainer.strategy)
         if ready is None and not path.exists():

@@ -6,13 +6,14 @@ import contextlib
 import os
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stabilizer.callbacks.checkpoint_worker import CheckpointWorker
 from stabilizer.checkpoints.expecting import nonfinite_buffers, weights_of
-from stabilizer.checkpoints.guard_file import Expected, Guard, guard_path, remove_guard
+from stabilizer.checkpoints.guard_file import Expected, Guard, guard_path
 from stabilizer.checkpoints.keeping import Keeper
 from stabilizer.checkpoints.shelves import shelf_of
 from stabilizer.errors import logger, warn
@@ -41,6 +42,8 @@ class GuardedSaves:
         self.is_over = threading.Event()
         self._undo: list[Callable[[], None]] = []
         self._has_warned = False
+        #: Step of the bad checkpoint that was last told of at length.
+        self.told_bad: int | None = None
         self._expected: tuple[list[tuple[int, bool]], Expected] | None = None
 
     def expected(self) -> Expected:
@@ -128,19 +131,24 @@ class GuardedSaves:
         expected = self.expected() if guard is None or guard.expected is None else guard.expected
         self.worker.verify(path, step=step, expected=expected, ready=ready, is_fleeting=is_fleeting)
 
-    def failed(self, path: Path, displaced: Path | None) -> None:
-        """Put back what a failed save should have replaced.
+    def failed(self, path: Path, displaced: Path | None, *, was_free: bool = False) -> None:
+        """Put back what a failed save should have replaced, and take away the half of a file that it has left.
 
         Args:
             path: Where it was to be saved.
             displaced: From `displace`.
+            was_free: Whether nothing was there when the save began.
         """
         self.worker.drop(path)
+        # The table of a zip file is written last: one that has it may be whole, and is verified by who looks for it.
+        if was_free and path.is_file() and not path.is_symlink() and not zipfile.is_zipfile(path):
+            with contextlib.suppress(OSError):
+                path.unlink()
         if displaced is not None:
             self.keeper.restore(displaced, path)
             self.worker.move(displaced, path)
         if not os.path.lexists(path):
-            remove_guard(path)
+            self.keeper.forget(path)
 
     def release(self, path: Path) -> bool:
         """See `Keeper.release`.

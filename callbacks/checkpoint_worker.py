@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stabilizer.checkpoints.guard_file import Expected, Guard
 from stabilizer.checkpoints.keeping import Keeper
+from stabilizer.checkpoints.shelves import shelf_of
 from stabilizer.checkpoints.verifying import CheckpointChangedError, verify_checkpoint
 from stabilizer.errors import logger
 
@@ -29,6 +30,7 @@ class _Job:
     expected: Expected | None
     ready: Callable[[], None] | None
     is_fleeting: bool
+    was_there: bool
     # Raised when the checkpoint is moved or written over: what was read until then says nothing.
     generation: int = 0
     is_off: bool = False
@@ -77,7 +79,7 @@ class CheckpointWorker:
         """
         with self._lock:
             self.drop(path)
-            self._jobs.append(_Job(path, step, expected, ready, is_fleeting))
+            self._jobs.append(_Job(path, step, expected, ready, is_fleeting, os.path.lexists(path)))
             if not self._is_running:
                 self._is_running = True
                 self._thread = threading.Thread(target=self._run, name="stabilizer checkpoints", daemon=True)
@@ -143,6 +145,7 @@ class CheckpointWorker:
     def _do(self, job: _Job) -> None:
         if job.ready is not None:
             job.ready()
+        job.was_there |= os.path.lexists(job.path)
         for attempt in range(_MAX_ATTEMPTS):
             path, generation, guard = job.path, job.generation, None
             if job.is_off:
@@ -152,11 +155,15 @@ class CheckpointWorker:
             if job.is_fleeting and not attempt and guard is not None and guard.verdict == "bad":
                 time.sleep(_SECONDS_TO_DELETE)  # what is missing may be so because all of it is just being deleted
                 continue
+            self.keeper.look_around(shelf_of(path))
             with self._lock:
                 if guard is None or not job.is_of(generation):
                     continue
-                is_gone = not os.path.lexists(path) and (job.is_fleeting or self.keeper.entry(path).guard is None)
-                if not is_gone:
+                is_known = job.was_there or job.is_fleeting or self.keeper.entry(path).guard is None
+                if is_known and not os.path.lexists(path):
+                    logger.info("%s was deleted before it was verified", path)
+                    self.keeper.forget(path)
+                else:
                     self._settle(path, guard)
                 return
         logger.warning("%s was written to whenever it was read; it counts as not verified", job.path)

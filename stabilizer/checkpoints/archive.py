@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
-import math
 import zipfile
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stabilizer.checkpoints.finiteness import PIECE, Nonfinite, count_nonfinite, is_finite
+from stabilizer.checkpoints.finiteness import PIECE, Nonfinite, is_finite
 from stabilizer.checkpoints.inert import Record, SavedTensor, read_pickle
+from stabilizer.checkpoints.views import ViewCount
 
 __all__ = ["Archive", "Slice", "named_tensors"]
 
 _MAX_PICKLE = 1 << 30
+_MAX_DEPTH = 1000
+_MAX_NAME = 4096
 
 
 class Slice(io.RawIOBase):
@@ -134,9 +136,12 @@ class Archive:
 
     def _count(self, info: zipfile.ZipInfo, views: dict[str, SavedTensor]) -> dict[str, Nonfinite]:
         """Of the elements that tensors see: there may be others in a storage, never written to."""
-        storage = torch.cat(list(self._stream(info)))
-        counts = {name: count_nonfinite(_view(storage, view)) for name, view in views.items()}
-        return {name: count for name, count in counts.items() if count.nan or count.inf}
+        counts, start = {name: ViewCount(view) for name, view in views.items()}, 0
+        for piece in self._stream(info):
+            for count in counts.values():
+                count.see(piece, start)
+            start += len(piece)
+        return {name: count.result for name, count in counts.items() if count.result.nan or count.result.inf}
 
     def _stream(self, info: zipfile.ZipInfo) -> Iterator[Tensor]:
         with self._open(info) as stream:
@@ -174,17 +179,44 @@ def named_tensors(content: Any, path: str = "") -> Iterator[tuple[str, SavedTens
 
     Yields:
         Name and tensor.
+
+    Raises:
+        ValueError: If it is nested too deep, or a name is too long.
     """
-    left: list[tuple[str, Any]] = [(path, content)]
+    # Names are put together where there is a tensor: the keys of all that is nested would be copied at each depth.
+    left: list[tuple[_Place | None, Any]] = [(_Place(None, path, 0) if path else None, content)]
     seen: set[int] = set()
     while left:
-        name, value = left.pop()
+        place, value = left.pop()
         if isinstance(value, SavedTensor | Tensor):
-            yield name, value
+            yield _name(place), value
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             # What refers to itself ends here.
             seen.add(id(value))
-            left += reversed([(f"{name}.{key}" if name else str(key), item) for key, item in _items(value)])
+            depth = 1 if place is None else place.depth + 1
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"it is nested more than {_MAX_DEPTH} deep")
+            left += [
+                (_Place(place, key, depth), item)
+                for key, item in reversed(_items(value))
+                if isinstance(item, SavedTensor | Tensor | dict | list | tuple)
+            ]
+
+
+class _Place(NamedTuple):
+    outer: _Place | None
+    key: Any
+    depth: int
+
+
+def _name(place: _Place | None) -> str:
+    parts: list[str] = []
+    while place is not None:
+        parts.append(str(place.key))
+        place = place.outer
+    if sum(map(len, parts)) > _MAX_NAME:
+        raise ValueError(f"a tensor's name has more than {_MAX_NAME} characters")
+    return ".".join(reversed(parts))
 
 
 def _items(value: Any) -> Sequence[tuple[Any, Any]]:
@@ -206,14 +238,3 @@ def _fill(stream: IO[bytes], buffer: bytearray) -> int:
     except (zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"it is damaged ({error})") from None
     return filled
-
-
-def _view(storage: Tensor, view: SavedTensor) -> Tensor:
-    if not math.prod(view.shape):
-        return torch.empty(0)
-    usable = storage.numel() // view.dtype.itemsize * view.dtype.itemsize
-    elements = storage[:usable].view(view.dtype)
-    # An expanded one may be far larger than all that it shows.
-    return (
-        elements if math.prod(view.shape) > len(elements) else elements.as_strided(view.shape, view.stride, view.offset)
-    )

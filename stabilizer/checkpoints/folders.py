@@ -15,8 +15,10 @@ from stabilizer.checkpoints.guard_file import FIRST_STATES, SUFFIX, TRAINER_STAT
 from stabilizer.checkpoints.reading import check_safetensors, check_structure, check_torch, step_of_states
 from stabilizer.checkpoints.sharded import METADATA, check_sharded
 
-__all__ = ["check_folder", "files_of", "is_checkpoint", "peek_step"]
+__all__ = ["FILE_SUFFIXES", "check_folder", "files_of", "is_checkpoint", "peek_step"]
 
+#: Of checkpoints that are one file.
+FILE_SUFFIXES = (".ckpt", ".pt", ".pth")
 _LIGHTNING_REST = "meta.pt"
 _MODELS = ("model", "pytorch_model", "adapter_model")
 
@@ -32,7 +34,7 @@ def is_checkpoint(path: Path) -> bool:
     if path.is_dir():
         names = (METADATA, FIRST_STATES, TRAINER_STATE, guard_path(path, inside=True).name)
         return any((path / name).is_file() for name in names)
-    return path.suffix in (".ckpt", ".pt", ".pth") and path.is_file()
+    return path.suffix in FILE_SUFFIXES and path.is_file()
 
 
 def files_of(path: Path) -> list[Path]:

@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["Record", "SavedTensor", "read_pickle"]
 
-_MAX_OBJECTS = 50_000_000
+_MAX_OBJECTS = 20_000_000
 _MAX_DEPTH = 100
 _MAX_DIMS = 64
 # Bytes that make one object each: an empty list, a mark, an entry of the memo, a call, and so on.
@@ -24,7 +24,7 @@ _MAKERS = {
     # A record takes as much as ten of the others.
     **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.INST, pickle.OBJ), 10),
 }
-_TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+_TUPLES = (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.FROZENSET)
 
 # `torch.save` names a storage's type by its class.
 _STORAGES = {
@@ -156,10 +156,10 @@ class _Unpickler(_Python):  # type: ignore[misc]
         if self._num_objects > _MAX_OBJECTS:
             raise ValueError(f"more than {_MAX_OBJECTS} objects")
 
-    def see_tuple(self, made: tuple[Any, ...]) -> None:
+    def see_tuple(self, made: tuple[Any, ...] | frozenset[Any]) -> None:
         """Bound its depth: as a key it is hashed, by a recursion in C that has no limit but the stack."""
         self.count(1)
-        inner = [one for one in made if type(one) is tuple]
+        inner = [one for one in made if type(one) in (tuple, frozenset)]
         if not inner:
             return
         known = [self._nested.get(id(one), (one, 1, len(one))) for one in inner]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from stabilizer.checkpoints.folders import is_checkpoint
 from stabilizer.checkpoints.guard_file import Guard, guard_path, remove_guard, write_guard
-from stabilizer.checkpoints.shelves import KEPT, Entry, read_entry, read_shelf, removable, shelf_of
+from stabilizer.checkpoints.index import GuardIndex
+from stabilizer.checkpoints.shelves import KEPT, Entry, keepers, removable, shelf_of
 from stabilizer.errors import logger
 
 __all__ = ["Keeper"]
@@ -33,6 +34,7 @@ class Keeper:
         self.keep = keep
         self.suspect_after: int | None = None
         self.lock = threading.RLock()
+        self._index = GuardIndex()
         self._unwritten: dict[Path, Guard] = {}
         # Wanted to be deleted before they were there: a host may write in the background.
         self._unborn: set[Path] = set()
@@ -46,7 +48,29 @@ class Keeper:
         """
         with self.lock:
             guard = self._unwritten.get(path)
-            return read_entry(path) if guard is None else Entry(path, guard)
+            return self._index.entry(path) if guard is None else Entry(path, guard)
+
+    def look_around(self, folder: Path) -> None:
+        """Look through a folder, if that has not just been done.
+
+        Args:
+            folder: The one that checkpoints are in.
+        """
+        if self._index.is_due(folder):
+            self.survey(folder)
+
+    def survey(self, folder: Path) -> None:
+        """Look through a folder, without the lock that a save waits for: there may be thousands of checkpoints in it.
+
+        Guard files of checkpoints that somebody else has deleted are taken away.
+
+        Args:
+            folder: The one that checkpoints are in.
+        """
+        for path in self._index.survey(folder):
+            with self.lock:
+                if not os.path.lexists(path):
+                    self.forget(path)
 
     def note(self, path: Path, guard: Guard, *, inside: bool | None = None) -> None:
         """Write what is known of a checkpoint.
@@ -61,11 +85,13 @@ class Keeper:
             try:
                 write_guard(guard_path(path, inside=inside), guard, durable=guard.verdict != "pending")
                 self._unwritten.pop(path, None)
+                self._index.put(path, guard)
             except OSError as error:
                 if not os.path.lexists(path.parent if guard.verdict == "pending" else path):
                     return  # it was deleted in the meantime
                 logger.warning("the guard file of %s cannot be written: %s", path, error)
                 self._unwritten[path] = guard
+                self._index.put(path, guard)
 
     def settle(self, path: Path, guard: Guard) -> None:
         """Write a verdict, and delete what is no longer needed because of it.
@@ -90,8 +116,9 @@ class Keeper:
             steps: Of the checkpoints.
             reason: For their guard files.
         """
+        paths = self.known()
         with self.lock:
-            for path in self.known():
+            for path in paths:
                 guard = self.entry(path).guard
                 if guard is not None and guard.step in steps and guard.verdict == "good":
                     why = f"saved while the run was in trouble: {reason}"
@@ -109,14 +136,14 @@ class Keeper:
         with self.lock:
             guard = self.entry(path).guard
             if self.keep is None or guard is None or guard.verdict == "bad":
-                self._forget(path)
+                self.forget(path)
                 return True
             if not os.path.lexists(path):
                 self._unborn.add(path)
                 return False
             marked = dataclasses.replace(guard, unwanted=path.lstat().st_ino)
             if path in self._removable(self._shelf_with(path, marked)):
-                self._forget(path)
+                self.forget(path)
                 return True
             self.note(path, marked)
             logger.info("%s stays: it is one of the last good checkpoints, or not verified yet", path)
@@ -144,9 +171,7 @@ class Keeper:
             except OSError as error:
                 logger.warning("%s cannot be kept before it is written over: %s", path, error)
                 return None
-            if not was_inside:
-                remove_guard(path)
-            self._unwritten.pop(path, None)
+            self.forget(path)
             self.note(target, dataclasses.replace(_renamed(known, target), unwanted=inode), inside=was_inside)
             return target
 
@@ -166,9 +191,7 @@ class Keeper:
                 if path.is_dir():
                     shutil.rmtree(path)  # what there is of the save that failed
                 target.rename(path)
-                if not inside:
-                    remove_guard(target)
-                self._unwritten.pop(target, None)
+                self.forget(target)
                 if guard is not None:
                     self.note(path, dataclasses.replace(_renamed(guard, path), unwanted=0), inside=inside)
 
@@ -181,7 +204,9 @@ class Keeper:
         with self.lock:
             if self.keep is None:
                 return
-            for path in self._removable(self._shelf(folder)):
+            if not self._index.knows(folder):
+                self.survey(folder)
+            for path in self._removable(self._index.entries(folder)):
                 logger.info("%s is deleted, as it was wanted: newer good checkpoints are there", path)
                 self.delete(path)
 
@@ -201,35 +226,51 @@ class Keeper:
             except OSError as error:
                 logger.warning("%s cannot be deleted: %s", path, error)
                 return
-            self._forget(path)
+            self.forget(path)
             with contextlib.suppress(OSError):
                 (path.parent if path.parent.name == KEPT else path.parent / KEPT).rmdir()  # only if it is empty
 
     def known(self) -> list[Path]:
         """All checkpoints in the folders that were written to."""
+        for folder in list(self.folders):
+            self.survey(folder)
         with self.lock:
-            return list(dict.fromkeys(entry.path for folder in self.folders for entry in read_shelf(folder)))
+            entries = [entry for folder in self.folders for entry in self._index.entries(folder)]
+        return sorted(entry.path for entry in entries if is_checkpoint(entry.path))
 
     def unwritten(self) -> dict[Path, Guard]:
         """What is known and could not be written."""
         with self.lock:
             return dict(self._unwritten)
 
+    def forget(self, path: Path) -> None:
+        """Forget a checkpoint that is gone, and take its guard file away.
+
+        Args:
+            path: Where it was.
+        """
+        with self.lock:
+            self._unwritten.pop(path, None)
+            self._unborn.discard(path)
+            self._index.forget(path)
+            remove_guard(path)
+
     def _removable(self, entries: list[Entry]) -> list[Path]:
         assert self.keep is not None
         after = self.suspect_after
         trusted = [one for one in entries if after is None or one.guard is None or one.guard.step <= after]
+        while gone := {one.path for one in keepers(trusted, keep=self.keep) if not self._is_good(one.path)}:
+            trusted = [one for one in trusted if one.path not in gone]
         return removable(trusted, keep=self.keep)
 
-    def _forget(self, path: Path) -> None:
-        self._unwritten.pop(path, None)
-        remove_guard(path)
-
-    def _shelf(self, folder: Path) -> list[Entry]:
-        return [self.entry(entry.path) for entry in read_shelf(folder)]
+    def _is_good(self, path: Path) -> bool:
+        """Whether a checkpoint is still what it was when it was looked at: others may go for it."""
+        guard = self.entry(path).guard
+        return is_checkpoint(path) and guard is not None and guard.verdict == "good"
 
     def _shelf_with(self, path: Path, guard: Guard) -> list[Entry]:
-        return [Entry(path, guard) if entry.path == path else entry for entry in self._shelf(shelf_of(path))]
+        others = [entry for entry in self._index.entries(shelf_of(path)) if entry.path != path]
+        return [*others, Entry(path, guard)]
 
 
 def _renamed(guard: Guard, path: Path) -> Guard:

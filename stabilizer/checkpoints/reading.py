@@ -39,7 +39,7 @@ def check_torch(
     """
     with path.open("rb") as file:
         content, archive = _open(path, file, findings, label)
-        tensors = dict(named_tensors(content))
+        tensors = _tensors(content, findings, label)
         _check(tensors, archive, findings, label, set(tensors) if is_model else set(), "", is_free=is_free)
     return content
 
@@ -60,15 +60,15 @@ def check_lightning(path: Path, findings: Findings) -> None:
             # Not of Lightning: whatever its layout, the tensors must be finite. If nobody announced it as a
             # checkpoint, it may be anything.
             findings.is_full = findings.expected is not None
-            tensors = dict(named_tensors(content))
+            tensors = _tensors(content, findings)
             _check(tensors, archive, findings, "", set(tensors), "")
             return
         findings.is_full = all(isinstance(content.get(key), dict | list) for key in ("optimizer_states", "loops"))
         callbacks, counted = content.get("callbacks"), content.get("global_step")
         findings.step = step_of_states(callbacks, default=counted if type(counted) is int else -1)
-        tensors = dict(named_tensors(content["state_dict"], "state_dict"))
+        tensors = _tensors(content["state_dict"], findings, path="state_dict")
         model = set(tensors)
-        tensors.update(named_tensors(content.get("optimizer_states"), "optimizer_states"))
+        tensors.update(_tensors(content.get("optimizer_states"), findings, path="optimizer_states"))
         _check(tensors, archive, findings, "", model, "state_dict.")
 
 
@@ -145,12 +145,20 @@ def _open(path: Path, file: IO[bytes], findings: Findings, label: str) -> tuple[
     try:
         if not zipfile.is_zipfile(file):
             return _load_legacy(path), None
-        _load_without_data(path)
         archive = Archive(file)
+        _load_without_data(path)  # last: it knows no bounds
     except ValueError as error:
         findings.blame(f"{label}{error}")
         return None, None
     return archive.content, archive
+
+
+def _tensors(content: Any, findings: Findings, label: str = "", *, path: str = "") -> dict[str, SavedTensor | Tensor]:
+    try:
+        return dict(named_tensors(content, path))
+    except ValueError as error:
+        findings.blame(f"{label}{path}{': ' if path else ''}{error}")
+        return {}
 
 
 def _load_without_data(path: Path) -> None:

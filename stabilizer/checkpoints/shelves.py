@@ -10,7 +10,7 @@ from typing import NamedTuple
 from stabilizer.checkpoints.folders import is_checkpoint
 from stabilizer.checkpoints.guard_file import SUFFIX, Guard, read_guard
 
-__all__ = ["KEPT", "Entry", "checkpoints_below", "read_entry", "read_shelf", "removable", "shelf_of"]
+__all__ = ["KEPT", "Entry", "checkpoints_below", "keepers", "read_entry", "removable", "shelf_of"]
 
 #: Folder beside checkpoints that a host has written over, in which they wait.
 KEPT = "kept"
@@ -66,19 +66,6 @@ def read_entry(path: Path) -> Entry:
         return Entry(path, None, str(error))
 
 
-def read_shelf(folder: Path) -> list[Entry]:
-    """The checkpoints in a folder, and those that wait in `kept` below it.
-
-    Args:
-        folder: Any; one that cannot be read has none.
-    """
-    found = []
-    for place in (folder, folder / KEPT):
-        if not place.is_symlink():
-            found += [read_entry(path) for path in _listed(place) if is_checkpoint(path)]
-    return found
-
-
 def removable(entries: Sequence[Entry], *, keep: int) -> list[Path]:
     """Which checkpoints the host wanted to be deleted and nobody needs any more.
 
@@ -93,24 +80,47 @@ def removable(entries: Sequence[Entry], *, keep: int) -> list[Path]:
         >>> removable([], keep=2)
         []
     """
-    found: list[Path] = []
-    for is_full in (True, False):
-        # Weights alone are no substitute for what a run can resume from.
-        group = [entry for entry in entries if (entry.guard is None or entry.guard.is_full) == is_full]
-        found += _removable(group, keep)
-    return found
+    return [path for group in _groups(entries) for path in _removable(group, keep)]
+
+
+def keepers(entries: Sequence[Entry], *, keep: int) -> list[Entry]:
+    """Which good checkpoints have to stay: those that others may go for.
+
+    Args:
+        entries: Of one folder.
+        keep: How many steps.
+
+    Example:
+        >>> keepers([], keep=2)
+        []
+    """
+    return [entry for group in _groups(entries) for entry in _keepers(group, keep)]
+
+
+def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Weights alone are no substitute for what a run can resume from."""
+    return [
+        [entry for entry in entries if (entry.guard is None or entry.guard.is_full) == is_full]
+        for is_full in (True, False)
+    ]
+
+
+def _keepers(entries: Sequence[Entry], keep: int) -> list[Entry]:
+    good = [entry for entry in entries if entry.guard is not None and entry.guard.verdict == "good"]
+    steps = sorted({_step(entry) for entry in good}, reverse=True)[:keep]
+    newest = [entry for entry in good if _step(entry) in steps]
+    kept_first = sorted(newest, key=lambda entry: (entry.is_unwanted, str(entry.path)))
+    return [next(entry for entry in kept_first if _step(entry) == step) for step in steps]
 
 
 def _removable(entries: Sequence[Entry], keep: int) -> list[Path]:
-    good = [entry for entry in entries if entry.guard is not None and entry.guard.verdict == "good"]
-    steps = sorted({_step(entry) for entry in good}, reverse=True)[:keep]
-    oldest = steps[-1] if len(steps) == keep else -1
-    kept_first = sorted(good, key=lambda entry: (entry.is_unwanted, str(entry.path)))
-    keepers = {next(entry.path for entry in kept_first if _step(entry) == step) for step in steps}
+    kept = _keepers(entries, keep)
+    paths = {entry.path for entry in kept}
+    oldest = _step(kept[-1]) if len(kept) == keep else -1
     found = []
     for entry in entries:
         is_open = entry.guard is None or entry.guard.verdict == "pending"
-        if entry.is_unwanted and entry.path not in keepers and not (is_open and _step(entry) >= oldest):
+        if entry.is_unwanted and entry.path not in paths and not (is_open and _step(entry) >= oldest):
             found.append(entry.path)
     return found
 

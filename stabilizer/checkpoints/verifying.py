@@ -26,7 +26,7 @@ def verify_checkpoint(path: str | os.PathLike[str], *, expected: Expected | None
     """Verify a checkpoint, on the CPU, without executing anything of it.
 
     Every file is read once for its tensors and once for its checksum. Memory is bounded by the largest tensor of a file
-    of safetensors, and by a few MB for all others.
+    of safetensors, and by some 100 MB for all others.
 
     Args:
         path: A file of Lightning (or any of `torch.save`), a folder of `torch.distributed.checkpoint`, or one of
