@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from stabilizer.callbacks.alarms import Alarm
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError, logger, warn
-from stabilizer.thresholds.arguments import check_number, check_whole, closest
+from stabilizer.thresholds.arguments import check_number, check_whole, closest, function_name, imported_function
 
 __all__ = ["AlarmAction", "AlarmActions"]
 
@@ -71,7 +70,7 @@ class AlarmActions:
         order = list(_KNOWN)
         self._actions = sorted(parsed, key=lambda action: order.index(action["name"]))
         self.specs = [
-            {**action, "function": _name_of(action["function"])} if action["name"] == "call" else dict(action)
+            {**action, "function": function_name(action["function"])} if action["name"] == "call" else dict(action)
             for action in self._actions
         ]
         self.num_saves = 0
@@ -228,20 +227,8 @@ def _checked(action: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"on_alarm: record: path={action['path']!r}: expected the name of a file")
         return {**action, "path": os.fspath(action["path"])}  # a checkpoint holds plain types
     if action["name"] == "call" and not callable(action["function"]):
-        return {**action, "function": _imported(action["function"])}
+        return {
+            **action,
+            "function": imported_function("on_alarm: call: function", action["function"], example="my.alerts.page"),
+        }
     return action
-
-
-def _imported(path: Any) -> Callable[..., None]:
-    module, _, name = str(path).rpartition(".")
-    try:
-        function: Callable[..., None] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"on_alarm: call: function={path!r}: expected a function, or its name such as 'my.alerts.page' ({error})"
-        ) from None
-    return function
-
-
-def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -13,37 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.localize.guarded import guarded
-from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.prober import Prober, no_gate
 from stabilizer.localize.rebuilding import Difference, copy_into_
-from stabilizer.localize.recording import MicroBatch
 from stabilizer.localize.replaying import Replayer
 from stabilizer.localize.result import Result, Suspicion
 from stabilizer.localize.searching import Budget, LocalFinding, MicroBatchSearch
-from stabilizer.localize.surveying import Survey, agreed
-from stabilizer.localize.suspects import LocalNorms
+from stabilizer.localize.step_runner import StepRunner
+from stabilizer.localize.surveying import agreed
 from stabilizer.localize.tap import Tap
 from stabilizer.localize.without import Without
-from stabilizer.segments import Segments
-from stabilizer.sensors import Sensors
 from stabilizer.store import GradientStore
 
 __all__ = ["Localizer"]
 
 
-class Localizer:
+class Localizer(StepRunner):
     """Searches one step.
 
     Args:
         store: Holds the step's gradients.
         replayer: The host's.
-        micro_batches: Of the step, on this rank.
-        local: Local norms of the step and of those before.
-        sensors: Running.
-        segments: Adds parameters up to units of the store.
         tap: What is gated where the model has no `token_gate`.
         blocks: Repeated blocks of the model.
-        reason: Why the step cannot be run again as it was.
+        **step: See `StepRunner`.
     """
 
     def __init__(
@@ -51,30 +43,12 @@ class Localizer:
         store: GradientStore,
         replayer: Replayer,
         *,
-        micro_batches: Sequence[MicroBatch],
-        local: LocalNorms,
-        sensors: Sensors,
-        segments: Segments,
         tap: Tap,
         blocks: Sequence[tuple[str, nn.Module]],
-        reason: str | None = None,
+        **step: Any,
     ) -> None:
-        self._store, self._replayer = store, replayer
-        self._tap, self._reason = tap, reason
-        self._reducer = store.reducer
-        self._lock = Lockstep(self._reducer)
-        self._survey = Survey(
-            self._lock,
-            self._reducer,
-            micro_batches=micro_batches,
-            local=local,
-            sensors=sensors,
-            index=store.index,
-            is_averaged=replayer.is_replicated or store.reducer.world_size == 1,
-            knows_reduction=replayer.knows_reduction,
-        )
-        self._parameters = list(store.index.parameters)
-        self._sensors, self._segments, self._blocks = sensors, segments, blocks
+        super().__init__(store, replayer, **step)
+        self._tap, self._blocks = tap, blocks
         self._own: dict[int, LocalFinding] = {}
         self._outside: Tensor | None = None
         self._tokenizer: Any = None
@@ -165,11 +139,6 @@ class Localizer:
                 if rebuilds and not result.errors and bool((chosen == suspicion.chosen).all()):
                     rebuilt = without.rebuild(prober, self._survey.micro_batches, self._own, result)
         return rebuilt
-
-    def _check(self) -> None:
-        reason = self._reason or self._replayer.reason
-        if reason is not None:
-            raise RuntimeError(reason)
 
     @contextlib.contextmanager
     def _guarded(self, *, needs_gate: bool) -> Iterator[Prober]:

@@ -4,66 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from stabilizer.localize.guarded import guarded
-from stabilizer.localize.lockstep import Lockstep
 from stabilizer.localize.prober import Prober
 from stabilizer.localize.recording import MicroBatch
-from stabilizer.localize.replaying import Replayer
 from stabilizer.localize.result import Result, Suspicion
 from stabilizer.localize.runs import RankRuns, Reruns, Watch
-from stabilizer.localize.surveying import Survey, agreed
-from stabilizer.localize.suspects import LocalNorms
-from stabilizer.segments import Segments
-from stabilizer.sensors import Sensors
-from stabilizer.store import GradientStore
+from stabilizer.localize.step_runner import StepRunner
+from stabilizer.localize.surveying import agreed
 
 __all__ = ["Rerun"]
 
 
-class Rerun:
-    """Runs the worst micro-batch of a step again; see `Localizer`, which searches in one.
-
-    Args:
-        store: Holds the step's gradients.
-        replayer: The host's.
-        micro_batches: Of the step, on this rank.
-        local: Local norms of the step and of those before.
-        sensors: Running.
-        segments: Adds parameters up to units of the store.
-        reason: Why the step cannot be run again as it was.
-    """
-
-    def __init__(
-        self,
-        store: GradientStore,
-        replayer: Replayer,
-        *,
-        micro_batches: Sequence[MicroBatch],
-        local: LocalNorms,
-        sensors: Sensors,
-        segments: Segments,
-        reason: str | None = None,
-    ) -> None:
-        self._store, self._replayer, self._reason = store, replayer, reason
-        self._sensors, self._segments, self._local = sensors, segments, local
-        self._reducer = store.reducer
-        self._lock = Lockstep(self._reducer)
-        self._survey = Survey(
-            self._lock,
-            self._reducer,
-            micro_batches=micro_batches,
-            local=local,
-            sensors=sensors,
-            index=store.index,
-            is_averaged=replayer.is_replicated or store.reducer.world_size == 1,
-            knows_reduction=replayer.knows_reduction,
-        )
+class Rerun(StepRunner):
+    """Runs the worst micro-batch of a step again; see `Localizer`, which searches in one."""
 
     def run(
         self,
@@ -105,11 +64,6 @@ class Rerun:
         found.errors, found.notes = list(result.errors), list(result.notes)
         return found
 
-    def _check(self) -> None:
-        reason = self._reason or self._replayer.reason
-        if reason is not None:
-            raise RuntimeError(reason)
-
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[_Runner]:
         with guarded(self._replayer, store=self._store, sensors=self._sensors) as (guard, sensors):
@@ -119,7 +73,7 @@ class Rerun:
                 guard=guard,
                 sensors=sensors,
                 segments=self._segments,
-                parameters=list(self._store.index.parameters),
+                parameters=self._parameters,
                 tap=cast(Any, _NoTap()),
                 blocks=(),
                 group=self._survey.group,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from stabilizer.thresholds.arguments import check_number, check_whole, closest
+from stabilizer.thresholds.arguments import check_number, check_whole, closest, function_name, imported_function
 
 __all__ = ["CONDITIONS", "RUNGS", "Spec", "parsed_conditions", "parsed_ladder", "plain_specs", "quiet_steps"]
 
@@ -84,7 +83,7 @@ def plain_specs(parsed: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Args:
         parsed: Of `parsed_conditions` or `parsed_ladder`.
     """
-    return [{key: _name_of(value) if callable(value) else value for key, value in one.items()} for one in parsed]
+    return [{key: function_name(value) if callable(value) else value for key, value in one.items()} for one in parsed]
 
 
 def quiet_steps(conditions: Sequence[Mapping[str, Any]]) -> int:
@@ -134,7 +133,10 @@ def _checked_condition(one: dict[str, Any]) -> dict[str, Any]:
         check_whole(f"{where}: num_steps", one["num_steps"], low=1)
         check_whole(f"{where}: window", one["window"], low=20)
     elif not callable(one["function"]):
-        return {**one, "function": _imported(one["function"])}
+        return {
+            **one,
+            "function": imported_function("conditions: call: function", one["function"], example="my.alerts.is_lost"),
+        }
     return one
 
 
@@ -159,21 +161,3 @@ def _refuse_twice(argument: str, names: Sequence[str]) -> None:
 
 def _words(known: Mapping[str, Any]) -> str:
     return ", ".join(f'"{name}"' for name in known)
-
-
-def _imported(path: Any) -> Callable[..., Any]:
-    module, _, name = str(path).rpartition(".")
-    try:
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"conditions: call: function={path!r}: expected a function, or its name such as 'my.alerts.is_lost' "
-            f"({error})"
-        ) from None
-    if not callable(function):
-        raise ValueError(f"conditions: call: function={path!r}: it is {function!r:.80}, and no function")
-    return function
-
-
-def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-__all__ = ["check_number", "check_whole", "closest"]
+__all__ = ["check_number", "check_whole", "closest", "function_name", "imported_function"]
 
 
 def check_number(
@@ -86,3 +87,44 @@ def closest(name: object, names: Collection[str]) -> str:
     """
     found = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)
     return f"; the closest is {found[0]}" if found else ""
+
+
+def imported_function(argument: str, path: Any, *, example: str) -> Callable[..., Any]:
+    """The function that a name means.
+
+    Args:
+        argument: For the message.
+        path: Its import path.
+        example: Of one.
+
+    Raises:
+        ValueError: If there is no such function.
+
+    Example:
+        >>> imported_function("function", "math.sqrt", example="my.alerts.page")(4.0)
+        2.0
+    """
+    module, _, name = str(path).rpartition(".")
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{argument}={path!r}: expected a function, or its name such as {example!r} ({error})"
+        ) from None
+    if not callable(function):
+        raise ValueError(f"{argument}={path!r}: it is {function!r:.80}, and no function")
+    return function
+
+
+def function_name(function: Any) -> str:
+    """Import path of a function, for a checkpoint.
+
+    Args:
+        function: Or any other object that can be called.
+
+    Example:
+        >>> import json
+        >>> function_name(json.dumps)
+        'json.dumps'
+    """
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
