@@ -40,13 +40,13 @@ class CheckpointGuardCallback(StabilizerCallback):
     parameters of the model's shapes, and everything finite in the model and the optimizers. The verdict and checksums
     go into a guard file beside it, by which `last_good_checkpoint` finds where the next start resumes. The newest
     `keep_good` good ones are neither deleted by the host (`save_top_k`, `total_limit`) nor written over, and a bad one
-    never takes the place of one of them. docs/checkpoint_guard.md has the details.
+    never takes the place of one of them. docs/callbacks/checkpoint_guard.md has the details.
 
     Args:
         every_n_steps: Steps between two rows of `checkpoint/good` and `checkpoint/bad`: how many have been found so.
         keep_good: How many steps with a good checkpoint stay in a folder; `None` leaves all deleting to the host.
         conditions: When the run is in trouble: "nonfinite", "loss", a mapping with its arguments, or a function; see
-            docs/recovery.md.
+            docs/guides/recovery.md.
         ladder: What is done about it, one after the other: "alarm", "skip", "lower_lr", "roll_back", "stop".
         calm_steps: Steps without trouble after which the ladder begins anew.
         skip_list: File of the data that are left out; by default `skip_list.json` beside the checkpoints.

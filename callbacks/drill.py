@@ -23,10 +23,10 @@ class DrillCallback(StabilizerCallback):
 
     A fault is a mapping of its `kind` and `step`, and of where it is: `nan_gradient`, `inf_gradient`, `layer_spike`,
     `token_loss`, `bit_flip`, `corrupted_batch`, `stuck_loss_scale`, `dead_rank` or `learning_rate_jump`; see
-    `stabilizer.faults.Fault` for the fields. docs/drill.md has what each alarm should say. Faults of a layer are put
-    into a rank's own gradient before any reduction, and come again when the micro-batch is run again, unless told
-    otherwise. What a fault changes beside gradients is put back when its step is over: the batch, weights, learning
-    rates and loss scale. What training makes of it stays.
+    `stabilizer.faults.Fault` for the fields. docs/callbacks/drill.md has what each alarm should say. Faults of a layer
+    are put into a rank's own gradient before any reduction, and come again when the micro-batch is run again, unless
+    told otherwise. What a fault changes beside gradients is put back when its step is over: the batch, weights,
+    learning rates and loss scale. What training makes of it stays.
 
     Args:
         faults: What is to happen.

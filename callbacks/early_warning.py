@@ -31,8 +31,8 @@ class EarlyWarningCallback(StabilizerCallback):
 
     It reads what the callbacks beside it have found: `GradNoiseScaleCallback` the noise scale, `LossMeanVarCallback`
     the standard deviation over its short window and its alarms; norms it has itself. What nobody measures is left out.
-    It changes nothing. How long before a spike each rises, and how often for nothing, is in docs/early_warning.md:
-    read it before you rely on it.
+    It changes nothing. How long before a spike each rises, and how often for nothing, is in
+    docs/callbacks/early_warning.md: read it before you rely on it.
 
     Args:
         every_n_steps: Interval of a look, in optimizer steps.

@@ -35,7 +35,7 @@ class LayerHealthCallback(StabilizerCallback):
 
     Kinds: `exponential_decay` and `vanishing` with depth; `explosion_all`, `explosion_shallow`, `explosion_one` and
     `explosion_some` by the layers that are far over their usual norms at a step; `parts_apart`: attention and MLP of a
-    block; `no_gradient`; `total_drift`; `loss_plateau`. docs/layer_health.md has what each means.
+    block; `no_gradient`; `total_drift`; `loss_plateau`. docs/callbacks/layer_health.md has what each means.
 
     Args:
         every_n_steps: Steps between two examinations.

@@ -38,9 +38,9 @@ class LossMeanVarCallback(StabilizerCallback):
     step enters no window.
 
     Every step's loss is watched for a jump, a drift upwards and a larger variance (`stabilizer.detectors.LossDetector`:
-    how each works and what it costs in false alarms is in docs/loss_alarms.md). A falling loss never alarms. What is
-    done then is `on_alarm`, on every rank at the same step: on a CPU at once, on an accelerator two steps later, when
-    the loss has reached the host. With "log" and "record" alone nobody waits for it.
+    how each works and what it costs in false alarms is in docs/callbacks/loss_mean_var.md). A falling loss never
+    alarms. What is done then is `on_alarm`, on every rank at the same step: on a CPU at once, on an accelerator two
+    steps later, when the loss has reached the host. With "log" and "record" alone nobody waits for it.
 
     Args:
         windows: How many steps the windows hold, at least 2 each.

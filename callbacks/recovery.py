@@ -33,7 +33,7 @@ _COOLDOWN = 100  # steps between two warnings of rungs that may be taken again a
 
 
 class Recovery:
-    """What a callback that guards checkpoints does about a run in trouble; see docs/recovery.md.
+    """What a callback that guards checkpoints does about a run in trouble; see docs/guides/recovery.md.
 
     Args:
         owner: The callback that this belongs to.

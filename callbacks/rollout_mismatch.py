@@ -30,7 +30,7 @@ class RolloutMismatchCallback(StabilizerCallback):
     A loop tells of each micro-batch by `handle.observe(...)`, a LightningModule by this callback's `observe(...)`, both
     before the optimizer step. Sums over all tokens, micro-batches and ranks are exchanged with the norms, in the one
     collective of the step. What is not observed is not logged. A value that is not finite is counted, told, and left
-    out. What the figures mean, and each limit, is in docs/rollout_mismatch.md.
+    out. What the figures mean, and each limit, is in docs/callbacks/rollout_mismatch.md.
 
     A warning is told only ("log", "record", functions); an alarm does all of `on_alarm`, on every rank at the same
     step: on a CPU at once, on an accelerator two steps later. With "log" and "record" alone nobody waits for it.

@@ -23,7 +23,7 @@ _NAMES = {
     "layers": "a layer's gradient norm",
     "loss": "the loss",
 }
-#: Largest ln(value / usual value) of healthy runs, rounded up; docs/early_warning.md says of which.
+#: Largest ln(value / usual value) of healthy runs, rounded up; docs/callbacks/early_warning.md says of which.
 DEFAULT_THRESHOLDS: Mapping[str, float] = {"noise_scale": 0.5, "variance": 0.5, "layers": 1.0}
 # Of a threshold: a channel is up until it has come down so far.
 _RELEASE = 0.5

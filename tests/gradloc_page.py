@@ -1,6 +1,7 @@
-"""The parts of docs/gradloc.md and README.md that are made from the code; `python -m tests.gradloc_page` writes them.
+"""The parts of docs/callbacks/grad_loc.md and README.md that are made from the code.
 
-The incident is one of `python -m stabilizer.examples.bad_token`, kept in tests/data, as this version prints it.
+`python -m tests.gradloc_page` writes them. The incident is one of `python -m stabilizer.examples.bad_token`, kept in
+tests/data, as this version prints it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.environments import ROOT
 __all__ = ["PAGES", "made", "replaced"]
 
 #: Page -> what is made in it.
-PAGES = {"docs/gradloc.md": ("incident", "schema"), "README.md": ("short",)}
+PAGES = {"docs/callbacks/grad_loc.md": ("incident", "schema"), "README.md": ("short",)}
 
 _INCIDENT = ROOT / "tests/data/bad-token-incident.json"
 _KINDS = ("Incident", "FoundToken", "LayerReport", "MicroBatchReport", "OtherMicroBatches", "Origin", "CandidateGroup")

@@ -1,6 +1,6 @@
 """Oracle of the loss detectors: float64, every history kept whole and sorted anew at each step.
 
-It knows nothing of the package. Written after docs/loss_alarms.md, as slowly as it reads.
+It knows nothing of the package. Written after docs/callbacks/loss_mean_var.md, as slowly as it reads.
 """
 
 from __future__ import annotations

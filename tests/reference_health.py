@@ -1,4 +1,4 @@
-"""Oracle of layer health: the definitions of docs/layer_health.md, in float64, loop by loop.
+"""Oracle of layer health: the definitions of docs/callbacks/layer_health.md, in float64, loop by loop.
 
 It knows nothing of the package.
 """

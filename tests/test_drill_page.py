@@ -11,7 +11,7 @@ from stabilizer.faults import KINDS, Fault, parse_faults
 from stabilizer.faults.tables import FIELDS
 from tests.environments import ROOT
 
-PAGE = (ROOT / "docs" / "drill.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "callbacks" / "drill.md").read_text(encoding="utf-8")
 
 
 def test_the_file_gives_callbacks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/gradloc.md: its code, run as it stands, and the parts that are made from the package."""
+"""docs/callbacks/grad_loc.md: its code, run as it stands, and the parts that are made from the package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.environments import ROOT
 from tests.gradloc_page import PAGES, replaced
 from tests.lightning_models import make_trainer
 
-PAGE = (ROOT / "docs/gradloc.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/callbacks/grad_loc.md").read_text(encoding="utf-8")
 STEP, ROW, POSITION = 4, 1, 2
 
 

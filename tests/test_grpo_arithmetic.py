@@ -21,7 +21,7 @@ from tests.event_files import read_run
 from tests.grpo_runs import make_grpo
 
 RESULT = Path(__file__).parent / "data" / "grpo_arithmetic.json"
-DOCS = Path(__file__).parents[1] / "docs" / "grpo_arithmetic.md"
+DOCS = Path(__file__).parents[1] / "docs" / "guides" / "grpo_arithmetic.md"
 #: Thresholds after 8 steps, three faults at the end.
 SMALL = Setting(steps=21, batch_size=16, warmup_steps=8, interval=1, max_probes=12)
 FIRST = 18

@@ -12,7 +12,7 @@ from torch import nn
 from stabilizer.callbacks import StabilizerCallback, attach
 from tests.environments import ROOT
 
-GUIDE = (ROOT / "docs" / "my-loss-spiked.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "guides" / "my-loss-spiked.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 

@@ -94,7 +94,7 @@ def test_low_precision_log_probs_are_subtracted_in_float32() -> None:
 
 
 def test_the_example_of_the_docs_runs() -> None:
-    code = (ROOT / "docs" / "rollout.md").read_text().split("```python\n")[1].split("```")[0]
+    code = (ROOT / "docs" / "guides" / "rollout.md").read_text().split("```python\n")[1].split("```")[0]
     shape = (4, 6)
     names = {name: -torch.rand(shape) / 100 for name in ("logp_old", "logp_rollout", "logp_current")}
     scope = {"mask": torch.ones(shape), "advantages": torch.ones(4), **names}

@@ -29,8 +29,8 @@ class LossDetector:
     `accept_after` steps: from there on the new level is what is usual. A drift is accepted when it is found, a larger
     variance after twice `accept_after` steps.
 
-    How each detector works, and where the defaults come from: docs/loss_alarms.md; see `JumpRule`, `DriftRule` and
-    `VarianceRule`.
+    How each detector works, and where the defaults come from: docs/callbacks/loss_mean_var.md; see `JumpRule`,
+    `DriftRule` and `VarianceRule`.
 
     Args:
         window: Losses that say what they scatter by, at least twice the short window.
