@@ -14,7 +14,8 @@ from stabilizer.callbacks.alarms import Alarm
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError, logger, warn
-from stabilizer.thresholds.arguments import check_number, check_whole, closest, function_name, imported_function
+from stabilizer.named_specs import named_spec, refuse_twice
+from stabilizer.thresholds.arguments import check_number, check_whole, function_name, imported_function
 
 __all__ = ["AlarmAction", "AlarmActions"]
 
@@ -62,11 +63,8 @@ class AlarmActions:
     def __init__(self, specs: Sequence[AlarmAction]) -> None:
         if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence):
             raise ValueError(f"on_alarm={specs!r}: expected a list of actions, such as ['log']; [] for none")
-        parsed = [_parsed(spec) for spec in specs]
-        names = [action["name"] for action in parsed if action["name"] != "call"]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"on_alarm: {name!r} is there {names.count(name)} times: expected it once")
+        parsed = [_checked(named_spec("on_alarm", spec, _KNOWN)) for spec in specs]
+        refuse_twice("on_alarm", [action["name"] for action in parsed])
         order = list(_KNOWN)
         self._actions = sorted(parsed, key=lambda action: order.index(action["name"]))
         self.specs = [
@@ -195,25 +193,6 @@ def _checkpoint_name(alarm: Alarm, callback: StabilizerCallback) -> str:
 def _stop(alarm: Alarm, callback: StabilizerCallback) -> None:
     shown = ", ".join(f"{value:.4g}" for _, value in alarm.recent[-10:])
     raise TrainingStoppedError(f"{callback.state_key}: {alarm.text}. The last {alarm.series}: {shown}")
-
-
-def _parsed(spec: Any) -> dict[str, Any]:
-    if callable(spec):
-        return {"name": "call", "function": spec}
-    given = {"name": spec} if isinstance(spec, str) else spec
-    known = ", ".join(f'"{name}"' for name in _KNOWN)
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise ValueError(f"on_alarm: {spec!r}: expected one of {known}, a mapping with its name, or a function")
-    name = given["name"]
-    if name not in _KNOWN:
-        raise ValueError(
-            f"on_alarm: {name!r}: allowed are {known}, and functions by their import path{closest(name, list(_KNOWN))}"
-        )
-    unknown = set(given) - {"name", *_KNOWN[name]}
-    if unknown:
-        arguments = ", ".join(_KNOWN[name]) or "none"
-        raise ValueError(f"on_alarm: {name}: {min(unknown)!r} is no argument; known are {arguments}")
-    return _checked({**_KNOWN[name], **given})
 
 
 def _checked(action: dict[str, Any]) -> dict[str, Any]:

@@ -15,29 +15,18 @@ from stabilizer.callbacks.rolling_back_hosts import load_in_place, unloadable
 from stabilizer.callbacks.run_host import RunHost
 from stabilizer.callbacks.skip_keeper import SkipKeeper
 from stabilizer.callbacks.skipped_data import SkippedData
+from stabilizer.checkpoints.finding import GoodCheckpoint
 from stabilizer.errors import TrainingStoppedError, logger
 from stabilizer.recovery.ladder import Entry
 from stabilizer.recovery.skip_list import SkipEntry
 from stabilizer.reduction import Reducer, rank, world_size
 from stabilizer.skipping import drop_gradients_
 
-__all__ = ["GoodCheckpoint", "GoodCheckpoints", "RollingBack"]
+__all__ = ["GoodCheckpoints", "RollingBack"]
 
 T = TypeVar("T")
 # Sample numbers in a skip list, over all ranks.
 _MAX_SAMPLES = 2**20
-
-
-class GoodCheckpoint(Protocol):
-    """A checkpoint that is known to be good.
-
-    Attributes:
-        path: Of the file or folder.
-        step: The optimizer step that comes next where a run resumes from it.
-    """
-
-    path: Path
-    step: int
 
 
 class GoodCheckpoints(Protocol):

@@ -238,11 +238,6 @@ class Keeper:
             entries = [entry for folder in self.folders for entry in self._index.entries(folder)]
         return sorted(entry.path for entry in entries if is_checkpoint(entry.path))
 
-    def unwritten(self) -> dict[Path, Guard]:
-        """What is known and could not be written."""
-        with self.lock:
-            return dict(self._unwritten)
-
     def forget(self, path: Path) -> None:
         """Forget a checkpoint that is gone, and take its guard file away.
 

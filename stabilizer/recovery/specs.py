@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from stabilizer.thresholds.arguments import check_number, check_whole, closest, function_name, imported_function
+from stabilizer.named_specs import named_spec, refuse_twice, words
+from stabilizer.thresholds.arguments import check_number, check_whole, function_name, imported_function
 
 __all__ = ["CONDITIONS", "RUNGS", "Spec", "parsed_conditions", "parsed_ladder", "plain_specs", "quiet_steps"]
 
@@ -44,8 +45,8 @@ def parsed_conditions(specs: Sequence[Spec]) -> list[dict[str, Any]]:
         >>> parsed_conditions([{"name": "nonfinite", "num": 1}])
         [{'name': 'nonfinite', 'num': 1, 'window': 10}]
     """
-    found = [_checked_condition(_parsed("conditions", spec, CONDITIONS)) for spec in _listed("conditions", specs)]
-    _refuse_twice("conditions", [one["name"] for one in found if one["name"] != "call"])
+    found = [_checked_condition(named_spec("conditions", spec, CONDITIONS)) for spec in _listed("conditions", specs)]
+    refuse_twice("conditions", [one["name"] for one in found])
     return found
 
 
@@ -67,13 +68,13 @@ def parsed_ladder(specs: Sequence[Spec]) -> list[dict[str, Any]]:
     """
     specs = _listed("ladder", specs)
     if any(callable(spec) for spec in specs):
-        raise ValueError(f"ladder: {next(filter(callable, specs))!r}: a function is no rung; known are {_words(RUNGS)}")
-    found = [_checked_rung(_parsed("ladder", spec, RUNGS)) for spec in specs]
+        raise ValueError(f"ladder: {next(filter(callable, specs))!r}: a function is no rung; known are {words(RUNGS)}")
+    found = [_checked_rung(named_spec("ladder", spec, RUNGS)) for spec in specs]
     names = [one["name"] for one in found]
-    _refuse_twice("ladder", names)
+    refuse_twice("ladder", names)
     order = list(RUNGS)
     if names != sorted(names, key=order.index):
-        raise ValueError(f"ladder={names}: expected them from the mildest to the last: {_words(RUNGS)}")
+        raise ValueError(f"ladder={names}: expected them from the mildest to the last: {words(RUNGS)}")
     return found
 
 
@@ -107,22 +108,6 @@ def _listed(argument: str, specs: Any) -> list[Any]:
     return list(specs)
 
 
-def _parsed(argument: str, spec: Any, known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    if callable(spec):
-        return {"name": "call", "function": spec}
-    given = {"name": spec} if isinstance(spec, str) else spec
-    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
-        raise ValueError(f"{argument}: {spec!r}: expected one of {_words(known)}, or a mapping with its name")
-    name = given["name"]
-    if name not in known:
-        raise ValueError(f"{argument}: {name!r}: allowed are {_words(known)}{closest(name, list(known))}")
-    unknown = [key for key in given if key != "name" and key not in known[name]]
-    if unknown:
-        arguments = ", ".join(known[name]) or "none"
-        raise ValueError(f"{argument}: {name}: {unknown[0]!r} is no argument; known are {arguments}")
-    return {"name": name, **known[name], **given}
-
-
 def _checked_condition(one: dict[str, Any]) -> dict[str, Any]:
     where = f"conditions: {one['name']}"
     if one["name"] == "nonfinite":
@@ -151,13 +136,3 @@ def _checked_rung(one: dict[str, Any]) -> dict[str, Any]:
         check_number(f"{where}: lr_factor", one["lr_factor"], above=0, high=1)
         check_whole(f"{where}: lr_steps", one["lr_steps"], low=1)
     return one
-
-
-def _refuse_twice(argument: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{argument}: {name!r} is there {names.count(name)} times: expected it once")
-
-
-def _words(known: Mapping[str, Any]) -> str:
-    return ", ".join(f'"{name}"' for name in known)
