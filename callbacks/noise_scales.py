@@ -11,6 +11,7 @@ from torch import Tensor
 from stabilizer.errors import warn
 from stabilizer.noise import NoiseScale, NoiseScaleReading, noise_estimate
 from stabilizer.step_parts import StepParts
+from stabilizer.thresholds import RobustLog
 
 __all__ = ["BatchReading", "LossReduction", "NoiseScales"]
 
@@ -19,6 +20,9 @@ LossReduction: TypeAlias = Literal["auto", "mean", "sum"]
 
 # Of the squares of coefficients of variation: losses are sums if they spread less than half as much so.
 _CLEARLY = 0.5
+# How many times the threshold that follows the run a spike is, as in a search for tokens. One that entered would be
+# all that the running means hold, for as long as they remember.
+_SPIKE = 3.0
 
 
 class BatchReading(NamedTuple):
@@ -43,6 +47,9 @@ class NoiseScales:
         self._reduction = reduction
         self._scales = NoiseScale(shape=(1 + len(names),), device=device, **options)
         self._decay = self._scales.decay
+        # Of the parts' own gradients together, which a spike in any of them is in.
+        self._usual = RobustLog()
+        self._usual.start(1, device=device)
         # Sum of the weights, mean batch, and the mean spreads of losses as means and as sums.
         self._means = torch.zeros(4, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
 
@@ -55,7 +62,7 @@ class NoiseScales:
             big: Squares of the step's norms, shape (selected,).
             valid: Whether it is a step like others, shape (), bool.
         """
-        valid = valid & parts.is_known
+        valid = valid & parts.is_known & ~self._is_spike(small.sum().sqrt(), valid=valid & parts.is_known)
         spreads = parts.spreads()
         is_told = valid & torch.isfinite(spreads).all()
         before = self._means
@@ -74,7 +81,12 @@ class NoiseScales:
     def state_dict(self) -> dict[str, Any]:
         """Plain types and CPU tensors."""
         means = self._means.detach().to("cpu", copy=True)
-        return {"names": list(self.names), "means": means, "scales": self._scales.state_dict()}
+        return {
+            "names": list(self.names),
+            "means": means,
+            "scales": self._scales.state_dict(),
+            "usual": self._usual.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back a state; one of other layers is left alone, with a warning.
@@ -89,7 +101,15 @@ class NoiseScales:
             )
             return
         self._scales.load_state_dict(state["scales"])
+        self._usual.load_state_dict(state["usual"])
         self._means = state["means"].to(self._means)
+
+    def _is_spike(self, norm: Tensor, *, valid: Tensor) -> Tensor:
+        """Whether a step is far from all others, shape (), bool; a level that lasts is none after a while."""
+        norms = norm.reshape(1).float()
+        is_spike = norms > _SPIKE * self._usual.thresholds(norms)
+        self._usual.update(norms, valid=valid)
+        return is_spike[0]
 
     def _is_sum(self, spread: Tensor) -> Tensor:
         if self._reduction != "auto":

@@ -82,6 +82,33 @@ def test_steps_that_a_clip_has_skipped_are_left_out(threshold: float) -> None:
     assert callback.reading()["num_steps"] == (0 if threshold < 1 else 4)
 
 
+@pytest.mark.parametrize("num_spikes", [1, 10])
+def test_a_spike_leaves_what_is_known_as_it_was_and_a_level_that_lasts_is_taken(num_spikes: int) -> None:
+    callback = GradNoiseScaleCallback()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    readings = {}
+    generator = torch.Generator().manual_seed(0)
+    with attach(None, model=model, optimizer=optimizer, callbacks=[callback], log=lambda *row: None) as handle:
+        for step in range(160):
+            for number in range(4):
+                # One micro-batch of a spike; all of them from step 110 on.
+                is_large = step >= 110 or (70 <= step < 70 + num_spikes and number == 1)
+                loss = (100.0 if is_large else 1.0) * model(torch.randn(2, 3, generator=generator) + 1).mean()
+                handle.record_loss(loss.detach(), weight=2)
+                (loss / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            readings[step] = callback.reading()
+    before, after = readings[69], readings[69 + num_spikes]
+    assert {**after, "num_steps": 0} == pytest.approx({**before, "num_steps": 0})
+    assert readings[109]["num_steps"] == 110 - num_spikes
+    assert readings[109]["noise_scale"] == pytest.approx(before["noise_scale"], rel=0.5)
+    # Accepted after 32 steps of it.
+    assert readings[141]["num_steps"] == 110 - num_spikes
+    assert readings[159]["num_steps"] == 110 - num_spikes + 18
+
+
 def test_what_was_known_at_the_end_can_be_read_after_it() -> None:
     callback = GradNoiseScaleCallback(per_layer=True)
     assert callback.reading() == {}
