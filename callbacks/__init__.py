@@ -10,6 +10,7 @@ import stabilizer.callbacks.lightning  # noqa: F401  (registers what serves Ligh
 from stabilizer.callbacks.adaptive_clip import AdaptiveClipThreshold
 from stabilizer.callbacks.attachment import attach
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart
 from stabilizer.callbacks.checkpoint_guard import CheckpointGuardCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.drill import DrillCallback
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdaptiveClipThreshold",
+    "Chart",
     "CheckpointGuardCallback",
     "DrillCallback",
     "EarlyWarningCallback",
@@ -54,7 +56,8 @@ __all__ = [
 ]
 
 if importlib.util.find_spec("transformers") is None:
-    __all__.remove("StabilizerTrainerCallback")  # a star import shall not fail
+    # A star import shall not fail. Type checkers understand `remove`, and would take the name from everybody.
+    del __all__[__all__.index("StabilizerTrainerCallback")]
 
 
 def __getattr__(name: str) -> Any:

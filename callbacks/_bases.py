@@ -7,8 +7,11 @@ host's own module, which stands above the callbacks and registers itself here wh
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["HostCallback", "register_lightning"]
@@ -49,8 +52,44 @@ def _lightning(callback: HostCallback, trainer: Any, hook: str, *args: Any) -> N
     _serve_lightning(callback, trainer, hook, *args)
 
 
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that keeps its arguments: many are no attribute under their own name, or have become another."""
+
+    @functools.wraps(init)
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "given_arguments" not in vars(self):  # the outermost of the classes' constructors
+            self.given_arguments = _named(init, args, kwargs)
+        init(self, *args, **kwargs)
+
+    return remember
+
+
+def _named(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, those without one as well."""
+    try:
+        bound = inspect.signature(init).bind_partial(None, *args, **kwargs)
+    except (TypeError, ValueError):  # which the constructor itself says better
+        return dict(kwargs)
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:  # without self
+        is_rest = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        found.update(value if is_rest else {name: value})
+    return found
+
+
 class HostCallback(_Base):  # type: ignore[misc]
-    """Lightning's hooks, all of them handed over to `stabilizer.callbacks.lightning`."""
+    """Lightning's hooks, all of them handed over to `stabilizer.callbacks.lightning`.
+
+    Attributes:
+        given_arguments: What the constructor was called with, by name; others were left at their defaults.
+    """
+
+    given_arguments: Mapping[str, Any] = MappingProxyType({})
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _remembering(cls.__init__)  # type: ignore[method-assign]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Called when a run begins, before the model is set up."""

@@ -36,11 +36,12 @@ class Actor:
 
     Attributes:
         is_bad: Whether any gradient of the step is not finite, shape (), bool; the same on every rank after `act`.
+        may_skip: Whether any callback may skip a step.
     """
 
     def __init__(self, callbacks: Sequence[StabilizerCallback], model: nn.Module) -> None:
         self._acts = any(callback.acts for callback in callbacks)
-        self._may_skip = any(callback.may_skip for callback in callbacks)
+        self.may_skip = any(callback.may_skip for callback in callbacks)
         self._may_stop = any(callback.may_stop for callback in callbacks)
         self._skips_nonfinite = any(callback.skips_nonfinite for callback in callbacks)
         self._clips_values = any(callback.clips_values for callback in callbacks)
@@ -49,12 +50,12 @@ class Actor:
         self._localizes = any(callback.localizes for callback in callbacks)
         self._measures_squares = any(callback.norm_type == 2 for callback in callbacks)
         self._intervals = {interval for callback in callbacks for interval in callback.after_every_n_steps}
-        is_active = self._acts or self._may_skip or self._may_stop or self._names_nonfinite or self._localizes
+        is_active = self._acts or self.may_skip or self._may_stop or self._names_nonfinite or self._localizes
         is_active = is_active or self._lowers_lr
         self._rates = LearningRates()
         self._agrees = is_active and world_size() > 1
         self._model: nn.Module | None = model
-        self._reports = NonfiniteReports()
+        self._reports = NonfiniteReports(callbacks[0])
         self._watch: BackwardWatch | None = None
         self._plan: StepPlan | None = None
         self._grad_scale: Tensor | None = None
@@ -100,7 +101,7 @@ class Actor:
         assert plan is not None
         is_stopped, searches = self._agree(plan, has_failed=has_failed, may_search=may_search)
         # The host waits where it must; on a CPU it never does.
-        waits = self._may_stop or self._localizes or (self._may_skip and not skips_on_device(optimizer))
+        waits = self._may_stop or self._localizes or (self.may_skip and not skips_on_device(optimizer))
         self._read_flags = None
         if self._store.device.type == "cpu" or waits:
             self._warn_of_wait(optimizer)
@@ -221,7 +222,7 @@ class Actor:
             # One rank that cannot take part outweighs all that want to.
             own[4] -= 0.0 if may_search else world_size()
             is_void, self.is_bad, skip, is_stopped, searches = (self._store.sum(own) > 0).unbind()
-            plan.skip = skip if self._may_skip else None
+            plan.skip = skip if self.may_skip else None
         if self._agrees or has_failed:
             plan.cancel(is_void)
             plan.skip = None if plan.skip is None else plan.skip & ~is_void
@@ -289,7 +290,7 @@ class Actor:
 
     def _warn_of_wait(self, optimizer: torch.optim.Optimizer) -> None:
         is_free = self._store.device.type == "cpu" or skips_on_device(optimizer)
-        if self._has_warned or is_free or not self._may_skip:
+        if self._has_warned or is_free or not self.may_skip:
             return
         self._has_warned = True
         warn(

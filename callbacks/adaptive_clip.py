@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import Order
+from stabilizer.callbacks.charts import Chart, ChartPage, SharedTitle, skip_chart
 from stabilizer.callbacks.clip_memory import Spikes
 from stabilizer.callbacks.clipping import ClipCallback, Mode, OnNonfinite, OnSpike
 from stabilizer.callbacks.context import StepContext
@@ -125,15 +125,16 @@ class AdaptiveClipThreshold(ClipCallback):
             found.append(f"warmup_cap={self.warmup_cap} has no effect: max_threshold={self.max_threshold} is smaller")
         return found
 
-    def charts(self) -> dict[str, list[str]]:
-        """The total and its threshold in one chart, the coefficient in another."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        curves = [f"{start}{tags.GRAD_NORM_TOTAL}(_after)?$", f"{start}{tags.CLIP_TOTAL_THRESHOLD}$"]
-        return {
-            f"Total gradient norm and threshold{title}": curves,
-            f"Clip coefficient of the total{title}": [f"{start}{tags.CLIP_TOTAL_COEFFICIENT}$"],
-        }
+    def charts(self) -> list[Chart]:
+        """The threshold beside the total, how often and how far the total was clipped, and skips."""
+        norms = (f"{tags.GRAD_NORM_TOTAL}(_after)?", tags.CLIP_TOTAL_THRESHOLD)
+        title = "Coefficient of the total, after the clip of layers: 1 is not clipped, 0.1 left a tenth"
+        return [
+            Chart(ChartPage.NORMS, SharedTitle.TOTAL_NORM, lines=norms),
+            Chart(ChartPage.CLIPPING, SharedTitle.RATES, lines=(tags.CLIP_TOTAL_RATE,)),
+            Chart(ChartPage.CLIPPING, title, lines=(tags.CLIP_TOTAL_COEFFICIENT,)),
+            *([skip_chart()] if self.acts else []),
+        ]
 
 
 def _with_floor(rule: RuleSpec) -> RuleSpec:

@@ -13,7 +13,9 @@ from stabilizer import tags
 from stabilizer.callbacks.alarms import Alarm
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.notices import alarm_notice, logged
 from stabilizer.errors import StabilizerWarning, TrainingStoppedError, logger, warn
+from stabilizer.markdown import note
 from stabilizer.named_specs import named_spec, refuse_twice
 from stabilizer.thresholds.arguments import check_number, check_whole, function_name, imported_function
 
@@ -151,8 +153,9 @@ class AlarmActions:
 
     def _log(self, alarm: Alarm, callback: StabilizerCallback, context: StepContext) -> None:
         if alarm.kind != "nonfinite":  # that is told with the ranks, when they are known
-            warn(f"{callback.state_key}: {alarm.text}")
-        context.write_text(tags.ALARM_TEXT, alarm.text)
+            more = logged(context, f"{tags.ALARM}/{alarm.kind}")
+            callback.console.tell(alarm_notice(alarm, callback.state_key, more=more))
+        context.write_text(tags.ALARM_TEXT, note(f"{alarm.subject} alarm: {alarm.kind}", alarm.text))
 
     def _record(self, alarm: Alarm, path: str | Path) -> None:
         target = Path(path)

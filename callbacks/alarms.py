@@ -42,6 +42,26 @@ class Alarm:
         """In one line."""
         raise NotImplementedError
 
+    @property
+    def title(self) -> str:
+        """What it is in a few words."""
+        return self.title_of(self.kind)
+
+    @classmethod
+    def title_of(cls, kind: str) -> str:
+        """What alarms of a kind are, in a few words.
+
+        Args:
+            kind: Their `kind`.
+        """
+        kind = kind.removeprefix(f"{cls.subject}_")
+        return f"non-finite {cls.subject}" if kind == "nonfinite" else f"{cls.subject} {kind}"
+
+    @property
+    def advice(self) -> str:
+        """What to look at; the end of `text`, if it is not empty."""
+        return ""
+
     def to_json(self) -> str:
         """One line of JSON; numbers that are not finite as text, which every reader takes."""
         own: Any = self

@@ -61,6 +61,8 @@ class Alerts(Generic[A]):
         for alarm in alarms:
             self.alarms.append(alarm)
             context.log(f"{tags.ALARM}/{alarm.kind}", alarm.score if math.isfinite(alarm.score) else 1.0)
+            if "log" not in self.actions.names:  # else it is counted when it is told
+                owner.console.count(alarm.title, step=alarm.step, num=getattr(alarm, "count", 1))
             lowered = self.actions.run(alarm, owner, context, is_end=is_end or alarm.is_warning)
             if lowered is not None:
                 factor, num_steps = lowered

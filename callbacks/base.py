@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from stabilizer.callbacks._bases import HostCallback
-from stabilizer.callbacks.checks import check_interval
+from stabilizer.callbacks.charts import Chart
+from stabilizer.callbacks.checks import check_interval, check_state, compare_arguments
+from stabilizer.callbacks.console import RunConsole
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.order import Order
-from stabilizer.errors import warn
 from stabilizer.names import Granularity, layer_names, select_layers
 from stabilizer.observation_tally import ObservationTally
 from stabilizer.tally import Weight
@@ -108,6 +109,7 @@ class StabilizerCallback(HostCallback):
         # The host's, while it runs: what drives the steps, and a RunHost.
         self.driver: Any = None
         self.host: Any = None
+        self.console = RunConsole()  # while a run lasts, the one that all of its callbacks share
         self.has_failed = False
         self._steps: dict[int, int] = {}
         self._views: dict[int, LayerView] = {}
@@ -144,6 +146,14 @@ class StabilizerCallback(HostCallback):
     def on_run_end(self, context: StepContext) -> None:
         """Called when training ends, with the context of the last step."""
 
+    def summary(self, optimizer_index: int) -> list[tuple[str, str]]:
+        """Rows of the summary at the end of a run, names and texts; called on rank 0, and may wait for the device.
+
+        Args:
+            optimizer_index: Position of the optimizer.
+        """
+        return []
+
     def join_run(self, host: Any) -> None:
         """Called on every rank when a run begins, before its first step: the model is wrapped as it will train.
 
@@ -172,9 +182,9 @@ class StabilizerCallback(HostCallback):
         """
         return []
 
-    def charts(self) -> dict[str, list[str]]:
-        """Charts to arrange in TensorBoard: title -> regular expressions of tags."""
-        return {}
+    def charts(self) -> list[Chart]:
+        """Charts to arrange in TensorBoard's Custom Scalars; see `stabilizer.callbacks.Chart`."""
+        return []
 
     def choose(self, names: Sequence[str]) -> frozenset[str]:
         """Layers of a model that `layers=` and `exclude=` leave.
@@ -276,18 +286,8 @@ class StabilizerCallback(HostCallback):
         Raises:
             ValueError: If it is of another version or lacks a key.
         """
-        expected = {"version", "hyperparameters", "steps", "extra"}
-        if state_dict.get("version") != 1 or not expected <= state_dict.keys():
-            raise ValueError(
-                f"{self.state_key}: cannot load a state of version {state_dict.get('version')!r} with keys "
-                f"{sorted(state_dict)}; expected version 1 with {sorted(expected)}. Train on without it by removing "
-                "the callback's entry from the checkpoint."
-            )
-        saved, current = state_dict["hyperparameters"], self.hyperparameters()
-        changed = {key: (saved.get(key), value) for key, value in current.items() if saved.get(key) != value}
-        if changed:
-            described = ", ".join(f"{key}: {before!r} -> {now!r}" for key, (before, now) in changed.items())
-            warn(f"{self.state_key}: arguments differ from the checkpoint's ({described}); the new ones are used")
+        check_state(self.state_key, state_dict)
+        compare_arguments(self.state_key, state_dict["hyperparameters"], self.hyperparameters())
         self._steps = {int(index): int(step) for index, step in state_dict["steps"].items()}
         self.load_extra_state(copy.deepcopy(state_dict["extra"]))
 
@@ -295,4 +295,4 @@ class StabilizerCallback(HostCallback):
         # Views and drivers hold process groups, device memory and the model; Lightning puts methods of the model on
         # every callback (`log`, `log_dict`). A copy gets its own when it runs.
         state = {key: value for key, value in self.__dict__.items() if key not in ("log", "log_dict")}
-        return {**state, "driver": None, "host": None, "_views": {}}
+        return {**state, "driver": None, "host": None, "console": RunConsole(), "_views": {}}

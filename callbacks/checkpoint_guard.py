@@ -11,17 +11,19 @@ import torch
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, checkpoint_charts
 from stabilizer.callbacks.checkpoint_accelerate import AccelerateSaves
 from stabilizer.callbacks.checkpoint_lightning import TrainerSaves
 from stabilizer.callbacks.checkpoint_saves import GuardedSaves
 from stabilizer.callbacks.checkpoint_transformers import TransformersSaves
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.notices import BAD_CHECKPOINT_ADVICE, GOOD_CHECKPOINT, checkpoint_notice
 from stabilizer.callbacks.recovery import Recovery
 from stabilizer.callbacks.run_host import RunHost
 from stabilizer.checkpoints.finding import GoodCheckpoint, newest_good
 from stabilizer.checkpoints.guard_file import Guard
-from stabilizer.errors import logger, warn
+from stabilizer.errors import logger
 from stabilizer.names import Granularity
 from stabilizer.recovery.specs import Spec
 from stabilizer.reduction import Reducer, world_size
@@ -212,6 +214,10 @@ class CheckpointGuardCallback(StabilizerCallback):
             self._saves.worker.wait()
             self._saves.keeper.condemn(range(after_step + 1, self.next_step(0) + 1), reason=reason)
 
+    def charts(self) -> list[Chart]:
+        """Verdicts, and what was done about trouble."""
+        return checkpoint_charts()
+
     def limitations(self, setting: Any) -> list[str]:
         """Hosts whose saves nobody stands before, or whose deletions."""
         found: list[str] = []
@@ -243,12 +249,12 @@ class CheckpointGuardCallback(StabilizerCallback):
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.close()
-            _say(saves, self.state_key)
+            _say(saves, self)
 
     def _tell(self, context: StepContext) -> None:
         if self._saves is None or not self._saves.worker.verdicts:
             return
-        for text in _say(self._saves, self.state_key):
+        for text in _say(self._saves, self):
             context.write_text(tags.CHECKPOINT_TEXT, text)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,13 +269,14 @@ def _newest(saves: GuardedSaves, before_step: int) -> GoodCheckpoint | None:
         return None
 
 
-def _say(saves: GuardedSaves, key: str) -> list[str]:
+def _say(saves: GuardedSaves, owner: StabilizerCallback) -> list[str]:
     """Tell of verdicts on the first rank, where they are."""
     texts = []
     while saves.worker.verdicts:
         path, guard = saves.worker.verdicts.popleft()
         if guard.verdict == "good":
-            logger.info("%s: %s is good (step %d)", key, path, guard.step)
+            logger.info("%s: %s is good (step %d)", owner.state_key, path, guard.step)
+            owner.console.count(GOOD_CHECKPOINT, step=guard.step)
         else:
             since = None if saves.told_bad is None else guard.step - saves.told_bad
             if since is not None and 0 <= since < _STEPS_TO_TELL_AGAIN:
@@ -278,13 +285,9 @@ def _say(saves: GuardedSaves, key: str) -> list[str]:
             else:
                 saves.told_bad = guard.step
                 texts.append(_bad(path, guard))
-            warn(f"{key}: {texts[-1]}")
+            owner.console.tell(checkpoint_notice(texts[-1], path, guard, source=owner.state_key))
     return texts
 
 
 def _bad(path: Path, guard: Guard) -> str:
-    return (
-        f"BAD CHECKPOINT {path} (step {guard.step}): {'; '.join(guard.reasons)}. It is marked and counts for nothing; "
-        "the good ones before it stay. Resume from last_good_checkpoint(folder); if parameters are not finite, stop "
-        "this run: it trains on nothing"
-    )
+    return f"BAD CHECKPOINT {path} (step {guard.step}): {'; '.join(guard.reasons)}. {BAD_CHECKPOINT_ADVICE}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-__all__ = ["check_choice", "check_interval", "check_optional_interval"]
+from stabilizer.errors import warn
+
+__all__ = ["check_choice", "check_interval", "check_optional_interval", "check_state", "compare_arguments"]
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -60,3 +63,36 @@ def check_optional_interval(name: str, value: object) -> int | None:
         return check_interval(name, value)
     except ValueError as error:
         raise ValueError(f"{error}; None turns it off") from None
+
+
+def check_state(key: str, state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a callback.
+
+    Args:
+        key: Of the callback.
+        state: From a checkpoint.
+
+    Raises:
+        ValueError: If it is of another version or lacks a key.
+    """
+    expected = {"version", "hyperparameters", "steps", "extra"}
+    if state.get("version") != 1 or not expected <= state.keys():
+        raise ValueError(
+            f"{key}: cannot load a state of version {state.get('version')!r} with keys {sorted(state)}; expected "
+            f"version 1 with {sorted(expected)}. Train on without it by removing the callback's entry from the "
+            "checkpoint."
+        )
+
+
+def compare_arguments(key: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Warn of arguments that differ from those in a checkpoint.
+
+    Args:
+        key: Of the callback.
+        saved: Those in the checkpoint.
+        current: Those of this run.
+    """
+    changed = {name: (saved.get(name), value) for name, value in current.items() if saved.get(name) != value}
+    if changed:
+        described = ", ".join(f"{name}: {before!r} -> {now!r}" for name, (before, now) in changed.items())
+        warn(f"{key}: arguments differ from the checkpoint's ({described}); the new ones are used")

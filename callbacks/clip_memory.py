@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stabilizer.callbacks.clip_counts import ClipRates, SkipCounter
+from stabilizer.callbacks.clip_counts import WINDOW, ClipRates, SkipCounter
 from stabilizer.thresholds import LayerThresholds
 
 __all__ = ["ClipMemory", "Spikes"]
+
+_NUM_WORST = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +60,25 @@ class ClipMemory:
         flags = (norms > limits) & torch.isfinite(norms)
         return Spikes(norms, limits, flags, torch.where(flags, limits / norms, 1.0))
 
+    def summary(self, source: str, *, verb: str) -> list[tuple[str, str]]:
+        """The shares of steps over a threshold for people to read, the worst first; waits for the device.
+
+        Args:
+            source: Key of the callback.
+            verb: What was done to such a norm.
+
+        Returns:
+            A row, or none if there was no such step.
+        """
+        shares = dict(zip(self.names, self.rates.shares.tolist(), strict=True))
+        worst = [name for name in sorted(shares, key=shares.__getitem__, reverse=True)[:_NUM_WORST] if shares[name]]
+        if not worst:
+            return []
+        shown = [f"{name} {_percent(shares.pop(name))}" for name in worst]
+        shown += [f"{len(shares)} others at most {_percent(max(shares.values()))}"] if shares else []
+        num_steps = min(self.rates.num_steps, WINDOW)
+        return [(verb, f"{', '.join(shown)} of the last {num_steps:,} steps ({source})")]
+
     def state_dict(self) -> dict[str, Any]:
         """Plain types and CPU clones; of layers that are frozen for now as well."""
         own = {
@@ -80,6 +101,10 @@ class ClipMemory:
         self.skips.load_state_dict(state["skips"])
         others = _without(_united(state), self.names)
         self._retired = others if others["layers"] else None
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share else "0%"
 
 
 def _united(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class ClipCallback(StabilizerCallback):
         clip.rates.update(spikes.flags)
         clip.skips.update(outcome.skipped, outcome.overflowed)
         self._advice.setdefault(index, ClipAdvice(self.state_key)).see(context, clip, spikes)
-        if context.step % self.every_n_steps == 0:
+        if context.step % self.every_n_steps == 0 or context.was_searched:
             self.log_spikes(context, self._as_done(spikes), clip.rates.shares)
             if self.acts:
                 context.log(tags.SKIP_COUNT, clip.skips.count)
@@ -178,8 +178,7 @@ class ClipCallback(StabilizerCallback):
         clip = self._clips.get(optimizer_index)
         if clip is None:
             return {}
-        unknown = clip.thresholds.typical
-        limits = clip.thresholds.thresholds(unknown, step=self.next_step(optimizer_index))
+        limits = clip.thresholds.thresholds(clip.thresholds.typical, step=self.next_step(optimizer_index))
         return dict(zip(clip.names, limits.tolist(), strict=True))
 
     def limits(self, optimizer_index: int) -> Limits | None:
@@ -207,6 +206,11 @@ class ClipCallback(StabilizerCallback):
         if clip is not None:
             return int(clip.skips.count)
         return 0 if saved is None else int(saved["skips"]["count"])
+
+    def summary(self, optimizer_index: int) -> list[tuple[str, str]]:
+        """Shares of clipped steps, the worst layers first; waits for the device."""
+        clip = self._clips.get(optimizer_index)
+        return [] if clip is None else clip.summary(self.state_key, verb="clipped" if self.clips else "over")
 
     def logs_norms(self) -> bool:
         """Whether nobody else of this name logs norms."""
@@ -237,9 +241,8 @@ class ClipCallback(StabilizerCallback):
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Keep the state until the layers are known."""
-        self._clips.clear()
-        self._spikes.clear()
-        self._advice.clear()
+        for known in (self._clips, self._spikes, self._advice):
+            known.clear()
         self._saved = {int(index): saved for index, saved in state["clips"].items()}
 
     def _as_done(self, spikes: Spikes) -> Spikes:

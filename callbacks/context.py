@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stabilizer.callbacks.run_facts import RunFacts
+from stabilizer.drawing import drawn
 from stabilizer.late import LateLog
 from stabilizer.losses import StepLoss
 from stabilizer.observations import StepObservations
@@ -103,6 +104,7 @@ class StepContext:
         plan: Takes proposals for what is to happen to the gradients; only in `on_gradients`.
         after: Norms after all clips, ours and the host's, if anybody may clip; only in `on_step_end`.
         outcome: What has become of the step; only in `on_step_end`.
+        was_searched: Whether something was wrong enough to be looked for: worth logging in full.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class StepContext:
         self.loss, self.parts, self.observed, self.run = loss, parts, observed, run
         self.after: AfterClip | None = None
         self.outcome: StepOutcome | None = None
+        self.was_searched = False
         self._selection = selection
         self._late, self._owner, self._defer, self._observe = late, owner, defer, observe
         self._prefix = tag_prefix
@@ -227,20 +230,21 @@ class StepContext:
 
         Args:
             name: Tag.
-            render: Makes a matplotlib figure of the values, on the host, later.
+            render: Makes a matplotlib figure of the values, on the host, later, in a thread that no step waits for.
             values: Any shape, on any device.
         """
         shape, sink, tag = values.shape, self._late.sink, self._prefix + name
 
         def draw(step: int, flat: Tensor) -> None:
             figure = render(flat.view(shape))
-            sink.picture(tag, figure, step)
-            # A figure refers to itself in many places: without this, its megabytes stay until Python's own time comes.
-            figure.clear()
-            # The canvas that it was drawn on holds all its pixels, and the figure.
-            figure.set_canvas(None)
+            with drawn([figure]):
+                sink.picture(tag, figure, step)
 
-        self.later(values, draw)
+        def hand_over(step: int, flat: Tensor) -> None:
+            own = flat.clone()  # a part of a row, whose other values need not stay
+            self._late.aside(f"the picture {tag}", lambda: draw(step, own), owner=self._owner, is_large=True)
+
+        self.later(values, hand_over)
 
     @property
     def is_logging(self) -> bool:
@@ -253,22 +257,35 @@ class StepContext:
         return Path(".") if found is None else Path(found)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text at once, on the process that logs.
+        """Write a text under this step, on the process that logs; nobody waits for it.
 
         Args:
             name: Tag; the prefix of the callback and the optimizer is added.
             text: Markdown.
         """
-        self._late.sink.text(self._prefix + name, text, self.step)
+        sink, tag, step = self._late.sink, self._prefix + name, self.step
+        self._late.aside(f"the text {tag}", lambda: sink.text(tag, text, step), owner=self._owner)
 
-    def write_picture(self, name: str, figure: Any) -> None:
-        """Write a picture at once, on the process that logs.
+    def write_pictures(
+        self, name: str, render: Callable[[], Mapping[str, Any]], *, then: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Write pictures under this step, on the process that logs; nobody waits for them.
 
         Args:
-            name: Tag; the prefix of the callback and the optimizer is added.
-            figure: Of matplotlib.
+            name: What their tags begin with; the prefix of the callback and the optimizer is added, and their own name.
+            render: Makes matplotlib figures by name, in a thread of its own, from what does not change any more.
+            then: Gets them, to write them elsewhere too.
         """
-        self._late.sink.picture(self._prefix + name, figure, self.step)
+        sink, tag, step = self._late.sink, self._prefix + name, self.step
+
+        def draw() -> None:
+            figures = render()
+            with drawn(figures.values()):
+                for own, figure in figures.items():
+                    sink.picture(f"{tag}/{own}", figure, step)
+                then(figures)
+
+        self._late.aside(f"pictures of {tag}", draw, owner=self._owner, is_large=True)
 
     def later(self, values: Tensor, function: Callable[[int, Tensor], None]) -> None:
         """Call a function with values when they have reached the host, on the rank that logs.

@@ -7,6 +7,7 @@ from typing import Any
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.drill_running import Drilling
 from stabilizer.errors import logger
@@ -48,6 +49,8 @@ class DrillCallback(StabilizerCallback):
     """
 
     is_gated = False
+    #: Whether it says what it breaks. False where the alarms alone shall say it.
+    is_announced = True
 
     def __init__(
         self,
@@ -79,7 +82,14 @@ class DrillCallback(StabilizerCallback):
         if self.faults:
             if rank() == 0:
                 logger.warning("%s: %d faults will be put into this run on purpose", self.state_key, len(self.faults))
-            self._drilling = Drilling(self.faults, seed=self.seed, host=host, next_step=self.next_step)
+            self._drilling = Drilling(
+                self.faults,
+                seed=self.seed,
+                host=host,
+                next_step=self.next_step,
+                console=self.console,
+                is_announced=self.is_announced,
+            )
             host.undo.append(self._end_run)
 
     def on_gradients(self, context: StepContext) -> None:
@@ -94,6 +104,10 @@ class DrillCallback(StabilizerCallback):
         self._drilling.end_step(context.step)
         if context.step % self.every_n_steps == 0:
             context.log(tags.DRILL_FAULTS, float(sum(fault.is_in(context.step) for fault in self.faults)))
+
+    def charts(self) -> list[Chart]:
+        """Faults, to see what they did."""
+        return [Chart(ChartPage.ALARMS, "Faults of the drill, on purpose", lines=(tags.DRILL_FAULTS,))]
 
     def limitations(self, setting: Any) -> list[str]:
         """The faults themselves: nobody shall overlook them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import random
 from collections.abc import Iterator, Sequence
 
@@ -34,13 +35,15 @@ class Schedule:
     Args:
         faults: All of them.
         seed: Of what they draw.
+        is_announced: Whether a fault is told when it happens.
 
     Attributes:
         moment: Now; `None` before the first.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, seed: int) -> None:
+    def __init__(self, faults: Sequence[Fault], *, seed: int, is_announced: bool = True) -> None:
         self.faults = tuple(faults)
+        self._level = logging.WARNING if is_announced else logging.DEBUG
         self.moment: Moment | None = None
         self._seed = seed
         self._rank = rank()
@@ -107,7 +110,14 @@ class Schedule:
         if number in self._seen:
             return  # one more parameter of the layer
         self._seen.add(number)
-        logger.warning("drill: rank %d, step %d, micro-batch %d: %s", self._rank, moment.step, moment.micro_batch, what)
+        logger.log(
+            self._level,
+            "drill: rank %d, step %d, micro-batch %d: %s",
+            self._rank,
+            moment.step,
+            moment.micro_batch,
+            what,
+        )
 
     def end_step(self, step: int) -> None:
         """Say of the faults that were due in a step which of them could not happen.

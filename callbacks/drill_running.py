@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stabilizer.callbacks.console import RunConsole
 from stabilizer.callbacks.drill_gradients import LAYER_KINDS, LayerFaults
 from stabilizer.callbacks.drill_moments import Moment, Schedule
 from stabilizer.callbacks.drill_states import RateFaults, ScaleFaults
 from stabilizer.callbacks.drill_tokens import TokenFaults
 from stabilizer.callbacks.hosting import stand_before
+from stabilizer.callbacks.notices import drill_notice
 from stabilizer.callbacks.watching import ForwardHook
-from stabilizer.errors import StabilizerWarning, logger, warn
+from stabilizer.errors import StabilizerWarning, logger
 from stabilizer.faults import Fault
 from stabilizer.faults.changes import corrupt_
 from stabilizer.faults.places import places_of
@@ -35,18 +37,30 @@ class Drilling:
         seed: Of what they draw.
         host: A `stabilizer.callbacks.run_host.RunHost`; takes what puts everything back.
         next_step: Number of the optimizer step that comes next.
+        console: Where it says what it breaks.
+        is_announced: Whether it does.
 
     Raises:
         ValueError: If one of them cannot happen in this run.
     """
 
-    def __init__(self, faults: Sequence[Fault], *, seed: int, host: Any, next_step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        seed: int,
+        host: Any,
+        next_step: Callable[[], int],
+        console: RunConsole,
+        is_announced: bool = True,
+    ) -> None:
         self._host, self._next_step, self._seed = host, next_step, seed
+        self._is_announced, self._console = is_announced, console
         self._step, self._num_forwards, self._num_replays = -1, 0, 0
         self._corrupted: list[tuple[Tensor, Tensor]] = []
         self._told: set[int] = set()  # numbers of the faults that were announced
         self._is_told = False  # whether the batch that comes is one that the loop has told
-        self._schedule = Schedule(faults, seed=seed)
+        self._schedule = Schedule(faults, seed=seed, is_announced=is_announced)
         for number, fault in enumerate(faults):
             _naming(number, self._check, fault)
         replayer = host.replays.replayer
@@ -182,10 +196,10 @@ class Drilling:
 
     def _say(self, step: int) -> None:
         """On the process that speaks for all, whatever rank a fault is on."""
-        for number, fault in enumerate(self._schedule.faults):
+        for number, fault in enumerate(self._schedule.faults if self._is_announced else ()):
             if fault.is_in(step) and number not in self._told:
                 self._told.add(number)
-                warn(f"drill: a fault on purpose: faults[{number}]: {fault}")
+                self._console.tell(drill_notice(number, fault, step=step), is_limited=False)
 
     def _corrupt(self, batch: Any) -> None:
         for number, fault, moment in self._schedule.due("corrupted_batch"):

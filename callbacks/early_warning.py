@@ -10,12 +10,14 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import Order, StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.grad_noise_scale import GradNoiseScaleCallback
 from stabilizer.callbacks.incoming import Incoming
 from stabilizer.callbacks.loss_mean_var import LossMeanVarCallback
+from stabilizer.callbacks.notices import logged, warning_notice
 from stabilizer.early_warning import EarlyWarning, WarningSign
-from stabilizer.errors import logger
+from stabilizer.markdown import note
 from stabilizer.names import Granularity
 from stabilizer.thresholds.arguments import check_whole
 
@@ -99,6 +101,11 @@ class EarlyWarningCallback(StabilizerCallback):
         warning = self._warnings.get(optimizer_index)
         return {} if warning is None else warning.excesses()
 
+    def charts(self) -> list[Chart]:
+        """The level."""
+        title = "Warning level: 1 one sign, 2 several, 3 the loss alarm"
+        return [Chart(ChartPage.ALARMS, title, lines=(tags.WARNING_LEVEL,))]
+
     def limitations(self, setting: Any) -> list[str]:
         """Channels that nobody measures."""
         wanted = {GradNoiseScaleCallback: "the noise scale", LossMeanVarCallback: "the loss and its scatter"}
@@ -161,8 +168,9 @@ class EarlyWarningCallback(StabilizerCallback):
     def _tell(self, context: StepContext, sign: WarningSign, before: WarningSign | None) -> None:
         context.log(tags.WARNING_LEVEL, float(sign.level))
         if sign.level > (0 if before is None else before.level):
-            logger.warning("%s: step %d: level %d: %s", self.state_key, context.step, sign.level, sign.text)
-            context.write_text(tags.WARNING_TEXT, f"Level {sign.level}: {sign.text}.")
+            more = logged(context, tags.WARNING_TEXT)
+            self.console.tell(warning_notice(sign, self.state_key, context=context, more=more))
+            context.write_text(tags.WARNING_TEXT, note(f"Level {sign.level}", f"{sign.text}."))
 
     def __getstate__(self) -> dict[str, Any]:
         for index in self._incoming:

@@ -25,6 +25,7 @@ class Failures:
         self._callbacks, self._agreement = callbacks, agreement
         self._has_reported = False
         self._unsettled: set[int] = set()
+        self._told: set[str] = set()
 
     @property
     def may_search(self) -> bool:
@@ -79,7 +80,15 @@ class Failures:
             self.report("measuring gradients", error, step=step)
         self._agreement.measuring_failed()
 
-    def write(self, late: LateLog, *, step: int, before: int | None = None, wait: bool = False) -> None:
+    def write(
+        self,
+        late: LateLog,
+        *,
+        step: int,
+        before: int | None = None,
+        wait: bool = False,
+        after_exception: bool = False,
+    ) -> None:
         """Write what has reached the host; a logger that fails is told of once, and gets nothing more.
 
         Args:
@@ -87,17 +96,29 @@ class Failures:
             step: The optimizer step.
             before: Only rows of earlier steps.
             wait: Whether to wait for what is on its way.
+            after_exception: Whether the run breaks off.
         """
         try:
-            late.drain(before=before, wait=wait)
+            late.drain(before=before, wait=wait, after_exception=after_exception)
         except Exception as error:
             if any(callback.strict for callback in self._callbacks):
                 raise
             self.report("writing to the loggers", error, step=step)
             late.stop()
-        failures, late.failures = late.failures, []
-        for number, failure in failures:
+        while late.failures:
+            number, failure = late.failures.popleft()
             self.of_callback(number, "later", failure, step=step)
+        while late.failures_aside:
+            number, what, failure = late.failures_aside.popleft()
+            self._of_picture(number, what, failure)
+
+    def _of_picture(self, number: int, what: str, error: Exception) -> None:
+        """A picture or a text is left out; its callback goes on, unless it is strict."""
+        if 0 <= number < len(self._callbacks) and self._callbacks[number].strict:
+            raise error
+        if what not in self._told:
+            self._told.add(what)
+            logger.error("%s failed and is left out; training goes on (told once)", what, exc_info=error)
 
     @staticmethod
     def report(what: str, error: Exception, *, step: int) -> None:

@@ -9,14 +9,16 @@ import torch
 
 from stabilizer import tags
 from stabilizer.callbacks.base import Order, StabilizerCallback
+from stabilizer.callbacks.charts import Chart, incident_chart
 from stabilizer.callbacks.checks import check_choice, check_interval
 from stabilizer.callbacks.clip_limits import limits_beside
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.incident_reports import IncidentReports
 from stabilizer.callbacks.incidents import try_incident
+from stabilizer.callbacks.notices import spike_notice
 from stabilizer.callbacks.searches import StepReplay, search_limitations
 from stabilizer.callbacks.trigger import Limits, Observation, Trigger
-from stabilizer.errors import logger, warn
+from stabilizer.errors import logger
 from stabilizer.localize.incident import Incident
 from stabilizer.localize.parts import part_norms
 from stabilizer.localize.taps import find_tap
@@ -176,10 +178,9 @@ class GradLocCallback(StabilizerCallback):
         index, seen = context.optimizer_index, self._seen[context.optimizer_index]
         worst = seen.worst(self._ratio(index))
         if steps.replayer is None:
-            warn(f"{self.state_key}: step {context.step} has a spike, and nothing here can run it again")
+            self.console.tell(spike_notice(context.step, index, source=self.state_key))
             return False
-        tap = steps.tap(self.tap)
-        layers, scale = context.store.layer_names, steps.grad_scale
+        tap, layers, scale = steps.tap(self.tap), context.store.layer_names, steps.grad_scale
         parts = part_norms(steps.store, layers=layers, granularity=self.granularity, grad_scale=scale)
         result = steps.localizer(tap).run(
             seen.suspicion(worst, layer_names=layers, unit_layers=context.store.unit_layers),
@@ -216,10 +217,8 @@ class GradLocCallback(StabilizerCallback):
         asked, self._asked = self._asked, self._asked - {index}
         if seen is None or outcome is None:
             return
-        lost = outcome.overflowed | outcome.skipped | context.is_bad
-        self._triggers[index].update(seen, valid=~lost)
-        last = self.incidents[-1] if self.incidents else None
-        if last is not None and (last.step, last.optimizer_index) == (context.step, index):
+        self._triggers[index].update(seen, valid=~(outcome.overflowed | outcome.skipped | context.is_bad))
+        if self.incidents and ((last := self.incidents[-1]).step, last.optimizer_index) == (context.step, index):
             context.log(tags.GRADLOC_INCIDENTS, float(self._num_incidents))
             context.log(tags.GRADLOC_PASSES, float(last.num_passes))
             context.log(tags.GRADLOC_SECONDS, last.seconds)
@@ -254,6 +253,10 @@ class GradLocCallback(StabilizerCallback):
         self._searched = {int(index): int(step) for index, step in state["searched"].items()}
         self._asked = set(state.get("asked", ()))
         self._num_incidents = int(state["num_incidents"])
+
+    def charts(self) -> list[Chart]:
+        """Incidents."""
+        return [incident_chart(tags.GRADLOC_INCIDENTS)]
 
     def check_model(self, model: Any) -> None:
         """Raise for a `tap` that the model does not have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage
 from stabilizer.callbacks.checks import check_choice, check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.noise_reports import NoiseReports
@@ -160,11 +160,18 @@ class GradNoiseScaleCallback(StabilizerCallback):
             found.append("with a GradScaler: nothing is reliable unless handle.measure(scaler=scaler) is called")
         return found
 
-    def charts(self) -> dict[str, list[str]]:
-        """The noise scale of every layer in one chart."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {f"Noise scale of every layer{title}": [f"{start}{tags.GNS_LAYER}/.*"]} if self.per_layer else {}
+    def charts(self) -> list[Chart]:
+        """The noise scale in a band of its standard error, and what it is beside the batch."""
+        page, ratio = ChartPage.WINDOWS, (tags.GNS_RATIO_TO_BATCH,)
+        found = [
+            Chart(
+                page, "Noise scale and its standard error", band=(tags.GNS_NOISE_SCALE, tags.GNS_LOWER, tags.GNS_UPPER)
+            ),
+            Chart(page, "Noise scale over batch: far above 1 a larger batch pays", lines=ratio),
+        ]
+        if self.per_layer:
+            found.append(Chart(page, "Noise scale by layer", lines=(f"{tags.GNS_LAYER}/.*",)))
+        return found
 
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""
@@ -226,11 +233,15 @@ class GradNoiseScaleCallback(StabilizerCallback):
     def _log(self, context: StepContext, reading: BatchReading) -> None:
         found, batch = reading
         ratio = found.noise_scale[0] / batch
+        error = found.stderr[0].nan_to_num(0.0, posinf=0.0)
         for tag, value in (
             (tags.GNS_NOISE_SCALE, found.noise_scale[0]),
             (tags.GNS_GRAD_SQ, found.grad_sq[0]),
             (tags.GNS_TRACE, found.trace[0]),
             (tags.GNS_STDERR, found.stderr[0]),
+            # At the same steps as the noise scale, or TensorBoard draws no band.
+            (tags.GNS_LOWER, (found.noise_scale[0] - error).clamp_min(0.0)),
+            (tags.GNS_UPPER, found.noise_scale[0] + error),
             (tags.GNS_RATIO_TO_BATCH, ratio),
             # Nothing is drawn where nothing can be known.
             (tags.GNS_RELIABLE, found.reliable[0].to(ratio.dtype).masked_fill(found.num_steps[0] == 0, torch.nan)),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage, SharedTitle
 from stabilizer.callbacks.checks import check_interval, check_optional_interval
 from stabilizer.callbacks.context import StepContext
-from stabilizer.callbacks.pictures import can_draw, norm_heatmap
+from stabilizer.callbacks.pictures import SkipRing, can_draw, norm_heatmap
 from stabilizer.errors import warn
 from stabilizer.names import Granularity
 from stabilizer.view import LayerView, NormType, parse_norm_type
@@ -47,7 +48,8 @@ class GradNormCallback(StabilizerCallback):
 
     Args:
         every_n_steps: Interval of the total norm, in optimizer steps.
-        layer_every_n_steps: Interval of the norms by layer; `None` is off.
+        layer_every_n_steps: Interval of the norms by layer, which are logged at every step that was searched as well;
+            `None` is off.
         norm_type: 2 or "inf".
         max_abs_every_n_steps: Interval of the largest absolute value by layer, which costs about ten norms; `None` is
             off.
@@ -105,6 +107,7 @@ class GradNormCallback(StabilizerCallback):
         self.progress_bar = progress_bar
         self._has_warned = False
         self._drawn_at: dict[int, int] = {}
+        self._skipped: dict[int, SkipRing] = {}
         self._saved: dict[int, dict[str, Any]] = {}
 
     def on_gradients(self, context: StepContext) -> None:
@@ -126,7 +129,11 @@ class GradNormCallback(StabilizerCallback):
             self._draw(context)
 
     def on_step_end(self, context: StepContext) -> None:
-        """Log what the optimizer got, if the host may have clipped."""
+        """Log what the optimizer got, if the host may have clipped; and the layers of a step that was searched."""
+        interval = self.layer_every_n_steps
+        if context.was_searched and interval is not None and not _is_due(context.step, interval):
+            context.log_layers(tags.GRAD_NORM_LAYER, context.store.norms)
+        self._note_skip(context)
         if context.after is None:
             return
         if context.step % self.every_n_steps == 0:
@@ -166,15 +173,20 @@ class GradNormCallback(StabilizerCallback):
             found.append("no total_after: a plain loop's own clip is not seen; call handle.measure() before it")
         return found
 
-    def charts(self) -> dict[str, list[str]]:
+    def charts(self) -> list[Chart]:
         """All layers in one chart, and the total before and after a clip in another."""
-        start = f"^{re.escape(self.name)}/" if self.name else "^"
-        start += r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {
-            f"Gradient norm of every layer{title}": [f"{start}{tags.GRAD_NORM_LAYER}/.*"],
-            f"Total gradient norm{title}": [f"{start}{tags.GRAD_NORM_TOTAL}(_after)?$"],
-        }
+        found = [Chart(ChartPage.NORMS, SharedTitle.TOTAL_NORM, lines=(f"{tags.GRAD_NORM_TOTAL}(_after)?",))]
+        if self.layer_every_n_steps is not None:
+            found.insert(0, Chart(ChartPage.NORMS, SharedTitle.LAYER_NORMS, lines=(f"{tags.GRAD_NORM_LAYER}/.*",)))
+        if self.max_abs_every_n_steps is not None:
+            found.append(
+                Chart(
+                    ChartPage.NORMS,
+                    "Largest element of the gradient, by layer",
+                    lines=(f"{tags.GRAD_NORM_MAX_ABS}/.*",),
+                )
+            )
+        return found
 
     def attach_view(self, optimizer_index: int, view: LayerView) -> None:
         """Put back the history of a checkpoint, or of the layers before a layer was unfrozen."""
@@ -189,6 +201,7 @@ class GradNormCallback(StabilizerCallback):
         """Keep the history on the CPU."""
         snapshot = self._snapshot(optimizer_index)
         super().detach_view(optimizer_index)
+        self._skipped.pop(optimizer_index, None)
         if snapshot is not None:
             self._saved[optimizer_index] = snapshot
 
@@ -245,16 +258,29 @@ class GradNormCallback(StabilizerCallback):
                 )
             return
         steps, rows = context.store.past(self.history)
-        names = context.selected_names
-        context.log_picture(
-            tags.GRAD_NORM_HEATMAP,
-            lambda values: norm_heatmap(values, steps=steps, layer_names=names),
-            context.select(rows[:, :-1]),
-        )
+        names, console, ring = context.selected_names, self.console, self._skipped.get(context.optimizer_index)
+        flags = rows.new_zeros(len(steps)) if ring is None else ring.flags(steps)
+
+        def draw(values: Tensor) -> Any:
+            marks = {**console.marks(), "skipped step": [steps[row] for row in values[:, -1].nonzero().flatten()]}
+            return norm_heatmap(values[:, :-1], steps=steps, layer_names=names, marks=marks)
+
+        values = torch.cat([context.select(rows[:, :-1]), flags.unsqueeze(1).to(rows.dtype)], dim=1)
+        context.log_picture(tags.GRAD_NORM_HEATMAP, draw, values)
+
+    def _note_skip(self, context: StepContext) -> None:
+        others = () if self.driver is None else self.driver.callbacks
+        may_skip = context.is_scaled or any(other.may_skip for other in others)
+        if context.outcome is None or self.heatmap_every_n_steps is None or not may_skip:
+            return
+        index, skipped = context.optimizer_index, context.outcome.skipped | context.outcome.overflowed
+        if index not in self._skipped:
+            self._skipped[index] = SkipRing(self.history, device=skipped.device)
+        self._skipped[index].see(context.step, skipped)
 
     def __getstate__(self) -> dict[str, Any]:
         saved = {int(index): snapshot for index, snapshot in self.extra_state()["history"].items()}
-        return {**super().__getstate__(), "_saved": saved}
+        return {**super().__getstate__(), "_saved": saved, "_skipped": {}}
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import layout_of
 from stabilizer.errors import logger, warn
-from stabilizer.late import Sink
 from stabilizer.parameters import named_parameters
 
 __all__ = [
@@ -122,21 +122,22 @@ def scale_still_in(scaler: Any, optimizer: torch.optim.Optimizer) -> Tensor | No
     return scale if stage.name == "READY" else None
 
 
-def arrange_charts(sink: Sink, callbacks: Sequence[StabilizerCallback]) -> None:
-    """Arrange the charts of all callbacks, on the process that logs.
+def arrange_charts(suites: Any, *, num_optimizers: int) -> None:
+    """Arrange the charts of all callbacks and show their arguments, on the process that logs.
 
     Args:
-        sink: The host's loggers.
-        callbacks: All of ours.
+        suites: `Suites` of a run.
+        num_optimizers: How many are measured.
     """
-    if not sink.is_logging:
+    if not suites.sink.is_logging:
         return
     try:
-        charts = {title: tags for callback in callbacks for title, tags in callback.charts().items()}
-        if charts:
-            sink.charts(charts)
+        charts = [(callback.name, callback.charts()) for callback in suites.callbacks]
+        if layout := layout_of(charts, num_optimizers=num_optimizers):
+            suites.sink.charts(layout)
     except Exception:
         logger.exception("arranging the charts of TensorBoard failed; training goes on without them")
+    suites.facts.begin(suites.sink)
 
 
 def warn_of_two_clips(callbacks: Sequence[StabilizerCallback], theirs: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.searches import StepReplay
+from stabilizer.drawing import can_draw
 from stabilizer.errors import logger, warn
 from stabilizer.localize.incident import Incident
+from stabilizer.localize.markdown import incident_markdown
 from stabilizer.localize.result import Result
-from stabilizer.localize.table import incident_text, print_incident
 from stabilizer.localize.writing import IncidentWriter
 from stabilizer.reduction import rank
 
@@ -102,11 +102,12 @@ class IncidentReports:
         number = own[0].suspect.micro_batch if own else None
         batch = None if number is None else self._tried(context, lambda: steps.micro_batches[number].call())
         if context.is_logging and incident is not None:
-            figures = self._tried(context, lambda: self._figures(context, incident, result)) or {}
-            self._tried(context, lambda: print_incident(incident))
-            self._tried(context, lambda: self._log(context, incident, figures))
-            saved: dict[str, Any] = {"batch": batch, "rank": rank(), "micro_batch": number or 0, "figures": figures}
-            folder = self._tried(context, lambda: self._writer(self.folder(callback, context)).write(incident, **saved))
+            writer = self._writer(self.folder(callback, context))
+            saved: dict[str, Any] = {"batch": batch, "rank": rank(), "micro_batch": number or 0}
+            folder = self._tried(context, lambda: writer.write(incident, **saved))
+            context.write_text(tags.GRADLOC_INCIDENT, incident_markdown(incident))
+            self._tried(context, lambda: self._draw(context, incident, result, writer, folder))
+            self._tried(context, lambda: callback.console.show_incident(incident, folder))
         if self._options["dump_batch"]:
             # Other ranks' micro-batches lie beside it, wherever that is.
             folder = steps.store.reducer.objects(folder)[self._writing_rank(steps, context)]
@@ -132,28 +133,26 @@ class IncidentReports:
             self._last_writer = IncidentWriter(folder, **self._options)
         return self._last_writer
 
-    def _log(self, context: StepContext, incident: Incident, figures: Mapping[str, Any]) -> None:
-        context.write_text(tags.GRADLOC_INCIDENT, f"```\n{incident_text(incident)}\n```")
-        for name, figure in figures.items():
-            context.write_picture(f"{tags.GRADLOC_PICTURES}/{name}", figure)
-
-    def _figures(self, context: StepContext, incident: Incident, result: Result) -> dict[str, Any]:
-        """Pictures, where matplotlib is installed."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return {}
-        from stabilizer.localize.pictures import norm_history, position_map, top_tokens
-
-        _, rows = context.store.past(_ROWS)
+    def _draw(
+        self, context: StepContext, incident: Incident, result: Result, writer: IncidentWriter, folder: Path | None
+    ) -> None:
+        """Have pictures drawn for the loggers and the incident's folder, where matplotlib is installed."""
+        if not can_draw():
+            return
+        steps, rows = context.store.past(_ROWS)
         norms = rows[:, -1].tolist()
-        figures = {"norm_history": norm_history(norms, step=incident.step, threshold=incident.threshold)}
-        if incident.tokens:
-            figures["top_tokens"] = top_tokens(incident)
-        maps = [(number, finding) for number, finding in result.findings if finding.map is not None]
+        found = next((finding.map for _, finding in result.findings if finding.map is not None), None)
         wants_map = self._position_map == "always" or (self._position_map == "auto" and incident.type in "BNX")
-        if maps and wants_map:
-            names, values = maps[0][1].map or ([], [])
-            figures["position_map"] = position_map(torch.tensor(values), names, incident.origin)
-        return figures
+        drawn_map = found if wants_map else None
+
+        def figures() -> dict[str, Any]:
+            return _figures(incident, norms, steps, drawn_map)
+
+        def keep(figures: Mapping[str, Any]) -> None:
+            if folder is not None:
+                writer.write_pictures(folder, figures)
+
+        context.write_pictures(tags.GRADLOC_PICTURES, figures, then=keep)
 
     def folder(self, callback: StabilizerCallback, context: StepContext) -> Path:
         """Where incidents are written.
@@ -164,3 +163,19 @@ class IncidentReports:
         """
         base = Path(self._folder) if self._folder is not None else context.log_dir() / "incidents"
         return base / callback.name if callback.name else base
+
+
+def _figures(
+    incident: Incident, norms: list[float], steps: list[int], found: tuple[list[str], list[list[float]]] | None
+) -> dict[str, Any]:
+    from stabilizer.localize.card import incident_card
+    from stabilizer.localize.pictures import norm_history, position_map, top_tokens
+
+    figures = {"card": incident_card(incident, norms, steps=steps)}
+    figures["norm_history"] = norm_history(norms, step=incident.step, threshold=incident.threshold, steps=steps)
+    if incident.tokens:
+        figures["top_tokens"] = top_tokens(incident)
+    if found is not None:
+        names, values = found
+        figures["position_map"] = position_map(torch.tensor(values), names, incident.origin)
+    return figures

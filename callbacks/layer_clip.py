@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import Order
+from stabilizer.callbacks.charts import Chart, ChartPage, SharedTitle, skip_chart
 from stabilizer.callbacks.clip_memory import Spikes
 from stabilizer.callbacks.clipping import ClipCallback, Mode, OnNonfinite, OnSpike
 from stabilizer.callbacks.context import StepContext
@@ -22,6 +22,9 @@ from stabilizer.thresholds.arguments import check_number
 __all__ = ["LayerClipCallback"]
 
 _REMINDER_STEPS = 500
+
+_RATES = "Share of steps clipped, by layer: watch for one layer alone"
+_COEFFICIENTS = "Coefficient by layer: 1 is not clipped, 0.1 left a tenth"
 
 
 class LayerClipCallback(ClipCallback):
@@ -141,15 +144,16 @@ class LayerClipCallback(ClipCallback):
             if context.after is not None:
                 context.log_layers(tags.GRAD_NORM_LAYER_AFTER, context.after.norms, finite_only=True)
 
-    def charts(self) -> dict[str, list[str]]:
-        """Thresholds of all layers in one chart, coefficients in another."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {
-            f"Clip threshold of every layer{title}": [f"{start}{tags.CLIP_LAYER_THRESHOLD}/.*"],
-            f"Clip coefficient of every layer{title}": [f"{start}{tags.CLIP_LAYER_COEFFICIENT}/.*"],
-            f"Share of steps clipped, by layer{title}": [f"{start}{tags.CLIP_LAYER_RATE}/.*"],
-        }
+    def charts(self) -> list[Chart]:
+        """Norms and thresholds of all layers, how often and how far each was clipped, and skips."""
+        return [
+            Chart(ChartPage.NORMS, SharedTitle.LAYER_NORMS, lines=(f"{tags.GRAD_NORM_LAYER}/.*",)),
+            Chart(ChartPage.NORMS, "Threshold by layer: follows its norm", lines=(f"{tags.CLIP_LAYER_THRESHOLD}/.*",)),
+            Chart(ChartPage.CLIPPING, SharedTitle.RATES, lines=(tags.CLIP_LAYER_RATE,)),
+            Chart(ChartPage.CLIPPING, _RATES, lines=(f"{tags.CLIP_LAYER_RATE}/.*",)),
+            Chart(ChartPage.CLIPPING, _COEFFICIENTS, lines=(f"{tags.CLIP_LAYER_COEFFICIENT}/.*",)),
+            *([skip_chart()] if self.acts else []),
+        ]
 
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""

@@ -9,11 +9,14 @@ from typing import Any
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.layer_monitor import LayerMonitor
-from stabilizer.errors import logger, warn
+from stabilizer.callbacks.notices import finding_notice, logged
+from stabilizer.errors import logger
 from stabilizer.health import KINDS, Finding, FindingLog, Limits, describe, make_layout
+from stabilizer.markdown import note
 from stabilizer.names import Granularity, layer_names
 from stabilizer.parameters import named_parameters
 from stabilizer.reduction import rank
@@ -152,6 +155,11 @@ class LayerHealthCallback(StabilizerCallback):
         if reading is not None:
             self._readings.append((context, reading))
 
+    def charts(self) -> list[Chart]:
+        """Findings."""
+        title = "Findings: 0 none, 1 info, 2 warning, 3 alarm"
+        return [Chart(ChartPage.ALARMS, title, lines=(f"{tags.FINDING}/.*",))]
+
     def on_run_end(self, context: StepContext) -> None:
         """Tell of what has been found at the last steps."""
         self._tell(before=None)
@@ -234,12 +242,14 @@ class LayerHealthCallback(StabilizerCallback):
                 self._say(context, finding)
 
     def _say(self, context: StepContext, finding: Finding) -> None:
-        number = f"optimizer {context.optimizer_index}: " if context.optimizer_index else ""
         if context.is_logging:
-            context.write_text(tags.FINDING_TEXT, f"**{finding.severity}: {finding.kind}** {finding.text}")
+            context.write_text(tags.FINDING_TEXT, note(f"{finding.severity}: {finding.kind}", finding.text))
         if finding.severity != "info":
-            warn(f"{number}{finding.kind} ({finding.severity}): {finding.text}")
+            more = logged(context, tags.FINDING_TEXT)
+            index = context.optimizer_index
+            self.console.tell(finding_notice(finding, self.state_key, optimizer_index=index, more=more))
         elif rank() == 0:
+            number = f"optimizer {context.optimizer_index}: " if context.optimizer_index else ""
             logger.info("%s%s: %s", number, finding.kind, finding.text)
 
     def __getstate__(self) -> dict[str, Any]:

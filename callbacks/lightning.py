@@ -81,7 +81,7 @@ class LightningDriver:
         refuse_optimizers(self._trainer.optimizers)
         if _groups_of(self._trainer) is None:
             self._suites.known_names = check_selections(self.callbacks, self._trainer.lightning_module)
-        arrange_charts(self._suites.sink, self.callbacks)
+        arrange_charts(self._suites, num_optimizers=len(self._trainer.optimizers))
         # In manual optimization a user clips before the optimizer step, and so before Lightning calls us: whoever clips
         # through Lightning passes here, and the raw gradients are measured first.
         limit, module = self._trainer.gradient_clip_val, self._trainer.lightning_module

@@ -206,7 +206,7 @@ class LoopHandle(Observing, LoopTelling):
         if not self._has_charts:
             # Not earlier: trackers may be made after `attach`.
             self._has_charts = True
-            arrange_charts(self._suites.sink, self.callbacks)
+            arrange_charts(self._suites, num_optimizers=len(self._optimizers))
         suite = self._suite(number)
         if not suite.is_open:
             suite.run(

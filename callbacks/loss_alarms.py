@@ -95,4 +95,9 @@ class LossAlarm(Alarm):
         folded = f"; stands for {self.count} such steps" if self.count > 1 else ""
         whose = f"on rank {self.rank}" if self.kind == "nonfinite" else f"the largest is rank {self.rank}'s"
         rank = f"; {whose}" if self.rank >= 0 else ""
-        return f"{where}: {what}{since}{folded}{rank}. {_ADVICE[self.kind]}"
+        return f"{where}: {what}{since}{folded}{rank}. {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What to look at."""
+        return _ADVICE[self.kind]

@@ -71,7 +71,12 @@ class LossAlerts(Alerts[LossAlarm]):
             owner: The callback.
         """
         watch = self._watches.get(context.optimizer_index)
-        self.tell([] if watch is None else watch.settle(), context, owner=owner, is_end=True)
+        if watch is None:
+            return
+        self.tell(watch.settle(), context, owner=owner, is_end=True)
+        for kind, (num, step) in watch.take_untold().items():
+            if kind != "nonfinite" or "log" not in self.actions.names:  # else each such step is counted as it is read
+                owner.console.count(LossAlarm.title_of(kind), step=step, num=num)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next alarms depend on, plain types."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from stabilizer import tags
 from stabilizer.callbacks.alarm_actions import AlarmAction
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage, alarm_chart
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.loss_alarms import LossAlarm
@@ -192,14 +192,17 @@ class LossMeanVarCallback(StabilizerCallback):
             found.append("layers, exclude and granularity have no effect: a loss belongs to no layer")
         return found
 
-    def charts(self) -> dict[str, list[str]]:
-        """The means of all windows in one chart, their deviations in another."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {
-            f"Loss, mean over windows{title}": [f"{start}{tags.LOSS_MEAN}_\\d+$"],
-            f"Loss, standard deviation over windows{title}": [f"{start}{tags.LOSS_STD}_\\d+$"],
-        }
+    def charts(self) -> list[Chart]:
+        """The mean of every window in a band of one standard deviation, and alarms."""
+        bands = [
+            Chart(
+                ChartPage.WINDOWS,
+                f"Loss, last {window} steps: mean and one standard deviation; watch for a wider band",
+                band=tuple(tags.of_window(tag, window) for tag in (tags.LOSS_MEAN, tags.LOSS_LOWER, tags.LOSS_UPPER)),
+            )
+            for window in self.windows
+        ]
+        return [*bands, alarm_chart()]
 
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""
@@ -257,7 +260,7 @@ class LossMeanVarCallback(StabilizerCallback):
             by_rank = buffer.nonfinite_by_rank()
             alarm = self._alarms.setdefault(index, NonfiniteLosses(cooldown_steps=self.cooldown_steps))
             parts = [counts, numbers[:, 1], *([] if by_rank is None else [by_rank])]
-            context.later(torch.cat(parts), alarm.reader(buffer.steps, buffer.batches))
+            context.later(torch.cat(parts), alarm.reader(buffer.steps, buffer.batches, console=self.console))
 
     def _log(self, context: StepContext) -> None:
         index = context.optimizer_index
@@ -265,9 +268,14 @@ class LossMeanVarCallback(StabilizerCallback):
         # Two losses have no slope with an error.
         is_warm = context.step >= max(self.warmup_steps, 2)
         for window in self.windows:
-            context.log(tags.of_window(tags.LOSS_MEAN, window), values[f"mean_{window}"])
+            mean, std = values[f"mean_{window}"], values[f"std_{window}"]
+            # At the same steps as the mean, or TensorBoard draws no band: the first loss has one of no width.
+            width = std.nan_to_num(0.0)
+            context.log(tags.of_window(tags.LOSS_MEAN, window), mean)
+            context.log(tags.of_window(tags.LOSS_LOWER, window), mean - width)
+            context.log(tags.of_window(tags.LOSS_UPPER, window), mean + width)
             if is_warm:
-                context.log(tags.of_window(tags.LOSS_STD, window), values[f"std_{window}"])
+                context.log(tags.of_window(tags.LOSS_STD, window), std)
         longest = self.windows[-1]
         if is_warm:
             context.log(tags.of_window(tags.LOSS_SLOPE, longest), values[f"slope_{longest}"])

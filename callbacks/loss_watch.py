@@ -12,7 +12,7 @@ from torch import Tensor
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.incoming import Arrived, Incoming
 from stabilizer.callbacks.loss_alarms import LossAlarm
-from stabilizer.detectors import AlarmFolder, Detection, LossDetector
+from stabilizer.detectors import AlarmFolder, Detection, DetectionKind, LossDetector
 from stabilizer.losses import StepLoss
 
 __all__ = ["LossWatch"]
@@ -64,6 +64,10 @@ class LossWatch:
     def settle(self) -> list[LossAlarm]:
         """Look at all that is on its way; waits for it."""
         return self._look(before=None, waits=True)
+
+    def take_untold(self) -> dict[DetectionKind, tuple[int, int]]:
+        """What no alarm has told of by now; see `AlarmFolder.take_untold`."""
+        return self._folder.take_untold()
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next alarms depend on; waits for what is on its way, which is looked at in its time."""

@@ -218,7 +218,12 @@ class MismatchAlarm(Alarm):
             if self.is_old and kind != "nonfinite"
             else ""
         )
-        return f"{where}: {self.kind} ({self.severity}): {what}{since}{folded}{whose}. {_ADVICE[kind]}"
+        return f"{where}: {self.kind} ({self.severity}): {what}{since}{folded}{whose}. {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What to look at."""
+        return _ADVICE[self.kind.removeprefix("rollout_")]
 
 
 def _graded(kind: str, value: float, limits: tuple[float, float] | None) -> list[Verdict]:

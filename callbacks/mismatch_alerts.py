@@ -41,6 +41,12 @@ class _Watch:
         self._recent: deque[tuple[int, list[float]]] = deque(maxlen=_NUM_RECENT)
         # Kind -> step and severity when it was told, how often it was found since, and where the first of these was.
         self._told: dict[str, list[int]] = {}
+        self._untold: dict[str, tuple[int, int]] = {}
+
+    def take_untold(self) -> dict[str, tuple[int, int]]:
+        """How many of each kind no alarm has told of since the last call, and at which step the last of them was."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     def judge(self, arrived: Arrived[dict[str, int]]) -> list[MismatchAlarm]:
         """What is to be told of a step.
@@ -87,7 +93,9 @@ class _Watch:
         # What gets worse is told at once. A run that went back to an older step has not been told of what comes now.
         if 0 <= step - told_at < self._cooldown_steps and level <= told_level:
             self._told[found.kind] = [told_at, told_level, num + 1, first_step if num else step]
+            self._untold[found.kind] = (self._untold.get(found.kind, (0, 0))[0] + 1, step)
             return
+        self._untold.pop(found.kind, None)
         self._told[found.kind] = [step, level, 0, 0]
         field = _FIELDS.get(found.kind)
         recent = [(when, float(getattr(MismatchRow(*values), field))) for when, values in self._recent] if field else []
@@ -163,6 +171,9 @@ class MismatchAlerts(Alerts[MismatchAlarm]):
         """
         if context.optimizer_index in self._watches:
             self._look(context, owner=owner, before=None, waits=True)
+            if self.actions.names:
+                for kind, (num, step) in self._watches[context.optimizer_index].take_untold().items():
+                    owner.console.count(MismatchAlarm.title_of(f"rollout_{kind}"), step=step, num=num)
 
     def forget_run(self) -> None:
         """A run is over: in the next one it is told again if nothing is observed."""

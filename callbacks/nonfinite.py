@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
 from stabilizer.diagnosis import BadParameter
-from stabilizer.errors import warn
+from stabilizer.notices import Notice
 from stabilizer.store import GradientStore
 from stabilizer.tally import MicroBatchLoss
 
@@ -19,6 +20,8 @@ __all__ = ["NonfiniteReports", "describe_parameters"]
 _COOLDOWN = 100
 _UNKNOWN = -1.0
 _MAX_NAMES = 3
+_KIND = "non-finite gradient"
+_ADVICE = "look at this batch; GradLocCallback names the tokens behind such a step, NumericsCallback the operation"
 
 
 def describe_parameters(found: Sequence[BadParameter]) -> str:
@@ -42,9 +45,14 @@ def describe_parameters(found: Sequence[BadParameter]) -> str:
 
 
 class NonfiniteReports:
-    """Finds out about a step's bad gradients and tells, at most once in a hundred steps; what is between is counted."""
+    """Finds out about a step's bad gradients and tells, at most once in a hundred steps; what is between is counted.
 
-    def __init__(self) -> None:
+    Args:
+        owner: Whose console is told.
+    """
+
+    def __init__(self, owner: StabilizerCallback) -> None:
+        self._owner = owner
         self._text, self._step = "", -1
         self._told_at: int | None = None
         self._num_untold = 0
@@ -81,6 +89,7 @@ class NonfiniteReports:
             step: The optimizer step, the same on every rank: so is the answer.
         """
         self._num_untold += 1
+        self._owner.console.count(_KIND, step=step)
         return self._told_at is None or step - self._told_at >= _COOLDOWN
 
     def tell(self, step: int, *, outcome: str, batch: int = -1) -> None:
@@ -95,7 +104,16 @@ class NonfiniteReports:
         num, self._num_untold = self._num_untold, 0
         more = f" ({num} such steps since this was said last)" if num > 1 else ""
         where = f"; the last batch of the step is {batch}" if batch >= 0 else ""
-        warn(f"step {step}: the gradient is not finite in {self._text}{where}; {outcome}{more}")
+        self._owner.console.tell(
+            Notice(
+                kind=_KIND,
+                step=step,
+                text=f"step {step}: the gradient is not finite in {self._text}{where}; {outcome}{more}",
+                what=f"the gradient is not finite; {outcome}{more}",
+                where=self._text + where,
+                advice=_ADVICE,
+            )
+        )
 
     def tell_late(self, contexts: Sequence[StepContext], *, outcome: str) -> None:
         """Warn when the flags of the layers have reached the host, where it waits for nothing.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stabilizer.callbacks.base import Order, StabilizerCallback
+from stabilizer.callbacks.charts import Chart
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.grad_loc import GradLocCallback
@@ -244,9 +245,9 @@ class NumericsCallback(StabilizerCallback):
         self._profiling.is_done = bool(state["has_trace"])
         self._health.load_state_dict(state["health"])
 
-    def charts(self) -> dict[str, list[str]]:
-        """Those of the optimizer's health."""
-        return self._health.charts(self.name)
+    def charts(self) -> list[Chart]:
+        """Those of the optimizer's health, and incidents."""
+        return self._health.charts()
 
     def limitations(self, setting: Any) -> list[str]:
         """Where the host waits, and what cannot be seen."""
@@ -283,7 +284,7 @@ class NumericsCallback(StabilizerCallback):
     def _tell_health(self, context: StepContext, *, before: int | None) -> None:
         for finding in self._health.tell(before):
             self._ledger.keep(finding)
-            self._reports.say(context, finding)
+            self._reports.say(self, context, finding)
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a run holds device memory and the callback itself; a copy gets its own.
@@ -292,8 +293,6 @@ class NumericsCallback(StabilizerCallback):
         return {**state, "_copied": copy.deepcopy(self.extra_state())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        copied = state.pop("_copied")
-        self.__dict__.update(state)
+        self.__dict__.update({key: value for key, value in state.items() if key != "_copied"})
         self._begin()
-        self.load_extra_state(copied)
+        self.load_extra_state(state["_copied"])

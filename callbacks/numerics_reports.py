@@ -12,8 +12,10 @@ import torch
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.notices import numerics_notice
 from stabilizer.errors import logger, warn
 from stabilizer.localize.private_files import write_file, write_folder
+from stabilizer.markdown import note
 from stabilizer.numerics.finding import NumericsFinding
 from stabilizer.numerics.report import NumericsReport
 from stabilizer.reduction import rank
@@ -63,19 +65,27 @@ class NumericsReports:
             contents = {REPORT_FILE: report.to_json().encode() + b"\n"}
             base, name = self.base(callback, context), f"step_{finding.step}"
             folder = self._tried(lambda: write_folder(base, name, contents))
-        self.say(context, finding)  # last: warnings may be errors
+        self.say(callback, context, finding, folder=folder)  # last: warnings may be errors
         return folder
 
-    def say(self, context: StepContext, finding: NumericsFinding) -> None:
-        """Say it in the log of the program and in the loggers.
+    def say(
+        self,
+        callback: StabilizerCallback,
+        context: StepContext,
+        finding: NumericsFinding,
+        *,
+        folder: Path | None = None,
+    ) -> None:
+        """Say it on the console and in the loggers.
 
         Args:
+            callback: Whose finding it is.
             context: Of the step.
             finding: It.
+            folder: Of its report; `None` where there is none.
         """
         self._write(context, finding)
-        number = f"optimizer {finding.optimizer_index}: " if finding.optimizer_index else ""
-        warn(f"{number}{finding.kind}: {finding}")
+        callback.console.tell(numerics_notice(finding, callback.state_key, folder=folder))
 
     def link(self, context: StepContext, folder: Path | None, finding: NumericsFinding, report: NumericsReport) -> None:
         """Write a report again: GradLoc has found something at the same step.
@@ -92,7 +102,7 @@ class NumericsReports:
 
     def _write(self, context: StepContext, finding: NumericsFinding) -> None:
         if context.is_logging:
-            self._tried(lambda: context.write_text(tags.NUMERICS_TEXT, f"**{finding.kind}** {finding}"))
+            self._tried(lambda: context.write_text(tags.NUMERICS_TEXT, note(finding.kind, str(finding))))
 
     def _tried(self, function: Callable[[], Any]) -> Any:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from stabilizer import tags
+from stabilizer.callbacks.charts import Chart, ChartPage, incident_chart
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.optimizer_accumulation import AccumulationWatch
@@ -147,18 +147,14 @@ class OptimizerHealth:
                 )
         return list(dict.fromkeys(found))
 
-    def charts(self, name: str) -> dict[str, list[str]]:
-        """Charts to arrange in TensorBoard.
-
-        Args:
-            name: Of the callback.
-        """
-        start = (f"^{re.escape(name)}/" if name else "^") + r"(opt\d+/)?"
-        title = f" ({name})" if name else ""
-        return {
-            f"Update over parameter, by layer{title}": [f"{start}{tags.OPTIMIZER_UPDATE_RATIO}/.*"],
-            f"RMS of g^2/v, by layer{title}": [f"{start}{tags.OPTIMIZER_RMS}/.*"],
-        }
+    def charts(self) -> list[Chart]:
+        """Charts to arrange in TensorBoard; the incidents of the callback among them."""
+        page, ratio, rms = ChartPage.UPDATES, f"{tags.OPTIMIZER_UPDATE_RATIO}/.*", f"{tags.OPTIMIZER_RMS}/.*"
+        return [
+            Chart(page, "Update over parameter, by layer: usual is about 0.001", lines=(ratio,)),
+            Chart(page, "RMS of g^2/v, by layer: far above 1 the update is too large", lines=(rms,)),
+            incident_chart(tags.NUMERICS_INCIDENTS),
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types and CPU clones; reads what is on its way to the host."""

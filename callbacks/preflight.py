@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from stabilizer.callbacks.facts import Fact, Setting, facts
+from stabilizer.console import make_console
 from stabilizer.errors import logger
 from stabilizer.reduction import rank
 
 __all__ = ["Fact", "Setting", "facts", "preflight", "show"]
 
-_WIDTH = 120
 _shown: list[tuple[str, list[Fact]]] = []
 
 
@@ -43,15 +41,9 @@ def show(facts: Sequence[Fact], *, title: str = "Stabilizer preflight") -> None:
         facts: The rows.
         title: Over the table.
     """
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # Variables such as FORCE_COLOR would put colour codes into a file.
-    plain: dict[str, Any] = {} if sys.stdout.isatty() else {"force_terminal": False, "no_color": True}
-    console = Console(file=sys.stdout, highlight=False, **plain)
-    if console.width > _WIDTH:
-        console.width = _WIDTH
     is_marked = any(fact.advice for fact in facts)
     caption = "! practice advises otherwise; " if is_marked else ""
     table = Table(title=Text(title), caption=Text(f"{caption}off with STABILIZER_PREFLIGHT=0"), show_header=False)
@@ -65,4 +57,4 @@ def show(facts: Sequence[Fact], *, title: str = "Stabilizer preflight") -> None:
             value.append(f"\n-> {fact.advice}", style="yellow")
         # Text, never markup: a callback may be called GradNormCallback[vision].
         table.add_row(Text("!" if fact.advice else "", style="bold yellow"), Text(fact.name), value)
-    console.print(table)
+    make_console().print(table)

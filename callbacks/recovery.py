@@ -13,6 +13,7 @@ import torch
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.context import StepContext
+from stabilizer.callbacks.notices import entry_notice
 from stabilizer.callbacks.rolling_back import GoodCheckpoints, RollingBack
 from stabilizer.callbacks.rolling_back_hosts import refusal
 from stabilizer.callbacks.run_host import RunHost
@@ -20,7 +21,7 @@ from stabilizer.callbacks.run_memory import RunMemory
 from stabilizer.callbacks.skip_keeper import SkipKeeper
 from stabilizer.callbacks.skipped_data import SkippedData
 from stabilizer.callbacks.trouble import TroubleWatch
-from stabilizer.errors import TrainingStoppedError, warn
+from stabilizer.errors import TrainingStoppedError
 from stabilizer.recovery.conditions import Trouble
 from stabilizer.recovery.ladder import Entry, Ladder
 from stabilizer.recovery.skip_list import SkipList
@@ -262,7 +263,7 @@ class Recovery:
         if repeats and last is not None and entry.step - last < _COOLDOWN:
             return
         self._told[entry.rung] = entry.step
-        warn(f"{self._owner.state_key}: {entry}")
+        self._owner.console.tell(entry_notice(entry, self._owner.state_key))
 
     def _request(self, entry: Entry, step: int) -> None:
         assert self._rolling is not None
@@ -279,17 +280,16 @@ class Recovery:
         target = self._rolling.go_back(entry, step=step)
         if isinstance(target, str):
             entry.outcome = f"not done: {target}"
-            warn(f"{self._owner.state_key}: {entry}")
+            self._owner.console.tell(entry_notice(entry, self._owner.state_key))
             following = self.ladder.after_roll_back(entry)
             if following is not None:
                 self._stop(following)
             return
         self.ladder.rolled_back(step=step, target=target)
         self._watch.clear()
-        rung = self.ladder.arguments("roll_back")
-        if rung["lr_factor"] < 1:
+        if (rung := self.ladder.arguments("roll_back"))["lr_factor"] < 1:
             self._lowered = float(rung["lr_factor"]), step + 1 + int(rung["lr_steps"])
-        warn(f"{self._owner.state_key}: {entry}")
+        self._owner.console.tell(entry_notice(entry, self._owner.state_key))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_good": None, "_rolling": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from stabilizer import tags
 from stabilizer.callbacks.alarm_actions import AlarmAction
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage, alarm_chart
 from stabilizer.callbacks.checks import check_interval
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.mismatch_alarms import MismatchAlarm, MismatchLimits
@@ -192,15 +192,17 @@ class RolloutMismatchCallback(StabilizerCallback):
             found.append("layers, exclude and granularity have no effect: a log-prob belongs to no layer")
         return found
 
-    def charts(self) -> dict[str, list[str]]:
-        """The estimates of KL in one chart, ratios in another, entropy and KL to the reference in a third."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {
-            f"Rollout against training, KL{title}": [f"{start}{tags.ROLLOUT}/kl_k[123]$"],
-            f"Rollout against training, ratios{title}": [f"{start}{tags.ROLLOUT}/(min|mean|max)_ratio$"],
-            f"Policy, entropy and KL{title}": [f"{start}{tags.POLICY}/(entropy|kl_ref)$"],
-        }
+    def charts(self) -> list[Chart]:
+        """The estimates of KL in one chart, ratios in another, entropy and KL to the reference in a third; alarms."""
+        page = ChartPage.POLICY
+        return [
+            Chart(page, "Rollout against training, KL: should stay near 0", lines=(f"{tags.ROLLOUT}/kl_k[123]",)),
+            Chart(
+                page, "Rollout against training, ratios: all near 1", lines=(f"{tags.ROLLOUT}/(min|mean|max)_ratio",)
+            ),
+            Chart(page, "Policy, entropy and KL: watch for a collapse", lines=(f"{tags.POLICY}/(entropy|kl_ref)",)),
+            alarm_chart(),
+        ]
 
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""

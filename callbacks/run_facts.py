@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from stabilizer import tags
+from stabilizer.background import SHARED
 from stabilizer.batches import count
+from stabilizer.callbacks.configuration import configuration_text, flat_arguments
 from stabilizer.errors import logger, warn
 from stabilizer.inspection import whole_sizes
 from stabilizer.late import Sink
+from stabilizer.markdown import code
 from stabilizer.parameters import named_parameters
 from stabilizer.reduction import world_size
 
@@ -48,6 +51,7 @@ class RunFacts:
         self.precision = precision
         self.known: dict[str, int | str | None] = {}
         self._callbacks = list(callbacks)
+        self._show: Callable[[bool], None] | None = None
         self._batch: int | None = None
         self._has_batch = self._is_done = False
         self._said: list[dict[str, tuple[Any, Any]]] = []
@@ -66,6 +70,25 @@ class RunFacts:
             self._batch = samples if isinstance(samples, int) else None
         except Exception as error:  # attributes of a stranger's class may do anything
             logger.debug("the samples of a batch are not known", exc_info=error)
+
+    def begin(self, sink: Sink) -> None:
+        """Have the arguments of all callbacks shown beside those that the host shows, before it does. Never raises.
+
+        Args:
+            sink: The host's loggers.
+        """
+        if not sink.is_logging:
+            return
+        try:
+            self._show = sink.arguments(flat_arguments(self._callbacks, **self._where()))
+        except Exception:
+            logger.exception("the arguments could not be shown among the run's; training goes on without it")
+
+    def let_go(self) -> None:
+        """The run is over, or begins anew: whatever was not written by now is not."""
+        show, self._show = self._show, None
+        if show is not None:
+            show(False)
 
     def conclude(self, model: nn.Module, *, accumulation: int, sink: Sink, step: int) -> None:
         """Write what is known to the log, at the first step of a run; later calls do nothing. Never raises.
@@ -88,10 +111,21 @@ class RunFacts:
                 "precision": _WORDS.get(str(self.precision), self.precision),
             }
             if sink.is_logging:
-                sink.text(tags.RUN, json.dumps({**self.known, "series": _series(self._callbacks)}), step)
-        except Exception:
-            logger.exception("what the run is like could not be written to the log; training goes on without it")
+                found = {**self.known, "series": _series(self._callbacks)}
+                known = code(json.dumps(found, indent=2), language="json")
+                SHARED.add("the run's facts", lambda: sink.text(tags.RUN, known, step), failed=_tell)
+                told = configuration_text(self._callbacks, **self._where())
+                SHARED.add("the configuration", lambda: sink.text(tags.CONFIG, told, step), failed=_tell)
+                show, self._show = self._show, None
+                if show is not None:
+                    show(True)
+        except Exception as error:
+            _tell(error)
         self._callbacks = []
+
+    def _where(self) -> dict[str, Any]:
+        hosts = [callback.host for callback in self._callbacks if callback.host is not None]
+        return {"world_size": world_size(), "host": hosts[0].kind if hosts else "plain"}
 
     def differences(self, calibrated_for: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Where this run is another than the one that thresholds come from.
@@ -125,6 +159,10 @@ class RunFacts:
                 f"fixed thresholds were calibrated for another run: {listed}. Gradient norms change with it: record a "
                 "run with mode='observe' and calibrate again (stabilizer calibrate LOGDIR)"
             )
+
+
+def _tell(error: Exception) -> None:
+    logger.error("what the run is like could not be written to the log; training goes on without it", exc_info=error)
 
 
 def num_trainable(model: nn.Module) -> int:

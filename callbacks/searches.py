@@ -188,6 +188,8 @@ class Searches:
                 raise
             except Exception as error:
                 failures.of_callback(number, "localize", error, step=context.step)
+        for context in contexts:
+            context.was_searched = True
         return changed
 
     def _wanted(self, plan: StepPlan, store: GradientStore) -> set[int]:

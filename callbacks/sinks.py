@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from stabilizer.callbacks.writers import WriterSink, add_scalars, is_summary_writer
 from stabilizer.errors import warn
 from stabilizer.reduction import rank
 
@@ -16,9 +17,6 @@ __all__ = [
     "LightningSink",
     "LogFunction",
     "LoopSink",
-    "add_charts",
-    "add_picture",
-    "add_text",
 ]
 
 LogFunction = Callable[[dict[str, float], int], None]
@@ -29,48 +27,7 @@ _TAKES_NO_LATE_ROWS = frozenset({"wandb"})
 _OPTIMIZER = re.compile(r"(?:^|/)(opt\d+)/")
 
 
-def add_charts(writers: Sequence[Any], charts: dict[str, list[str]]) -> None:
-    """Arrange TensorBoard's Custom Scalars page.
-
-    Args:
-        writers: Of any kind; those that have no such page are left out.
-        charts: Title -> regular expressions of tags.
-    """
-    layout = {"stabilizer": {title: ["Multiline", patterns] for title, patterns in charts.items()}}
-    for writer in writers:
-        if hasattr(writer, "add_custom_scalars"):
-            writer.add_custom_scalars(layout)
-
-
-def add_picture(writers: Sequence[Any], tag: str, figure: Any, step: int) -> None:
-    """Write a matplotlib figure where a writer takes one.
-
-    Args:
-        writers: Of any kind.
-        tag: Its name.
-        figure: The figure.
-        step: The optimizer step.
-    """
-    for writer in writers:
-        if hasattr(writer, "add_figure"):
-            writer.add_figure(tag, figure, step)
-
-
-def add_text(writers: Sequence[Any], tag: str, text: str, step: int) -> None:
-    """Write text where a writer takes it.
-
-    Args:
-        writers: Of any kind.
-        tag: Its name.
-        text: The text.
-        step: The optimizer step.
-    """
-    for writer in writers:
-        if hasattr(writer, "add_text"):
-            writer.add_text(tag, text, step)
-
-
-class LightningSink:
+class LightningSink(WriterSink):
     """Writes to all loggers of a Trainer, on the process that logs.
 
     Args:
@@ -84,16 +41,11 @@ class LightningSink:
 
     def scalars(self, values: dict[str, float], step: int) -> None:
         """Write numbers under a step."""
-        for writer in self._trainer.loggers:
-            writer.log_metrics(values, step=step)
-
-    def picture(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure where a logger takes one."""
-        add_picture(self._experiments(), tag, figure, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Write text where a logger takes it."""
-        add_text(self._experiments(), tag, text, step)
+        for logger in self._trainer.loggers:
+            if _is_plain_tensorboard(logger):
+                add_scalars(logger.experiment, values, step)
+            else:
+                logger.log_metrics(values, step=step)
 
     def folder(self) -> str | None:
         """Of the first logger that has one, else of the Trainer."""
@@ -105,18 +57,15 @@ class LightningSink:
         for tag, value in values.items():
             self._trainer.lightning_module.log(tag, value, prog_bar=True, logger=False, rank_zero_only=True)
 
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange TensorBoard's Custom Scalars page."""
-        add_charts(self._experiments(), charts)
-
-    def _experiments(self) -> list[Any]:
+    def writers(self) -> list[Any]:
+        """The experiments of the loggers."""
         return [getattr(writer, "experiment", None) for writer in self._loggers()]
 
     def _loggers(self) -> list[Any]:
         return list(self._trainer.loggers)
 
 
-class AccelerateSink:
+class AccelerateSink(WriterSink):
     """Writes to the trackers of an Accelerator, on its main process.
 
     Rows come at least one step late. A tracker that drops rows of earlier steps than its own (W&B) gets them in the row
@@ -144,38 +93,25 @@ class AccelerateSink:
                 "the Accelerator has no trackers, so that nothing is logged: Accelerator(log_with=...) and "
                 "accelerator.init_trackers(...) before the first step, or attach(..., log=function)"
             )
-        if not any(tracker.name in _TAKES_NO_LATE_ROWS for tracker in trackers):
-            self._accelerator.log(values, step=step)
-            return
         for tracker in trackers:
             if tracker.name in _TAKES_NO_LATE_ROWS:
                 self._log_late(tracker, values, step)
+            elif _is_plain_tracker(tracker):
+                add_scalars(tracker.tracker, values, step)
             else:
                 tracker.log(values, step=step)
-
-    def picture(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure where a tracker takes one."""
-        add_picture(self._writers(), tag, figure, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Write text where a tracker takes it."""
-        add_text(self._writers(), tag, text, step)
 
     def folder(self) -> str | None:
         """Of the first tracker that has one, else of the project."""
         folders = (
             getattr(tracker, "logging_dir", None) or getattr(writer, "log_dir", None)
-            for tracker, writer in zip(self._accelerator.trackers, self._writers(), strict=True)
+            for tracker, writer in zip(self._accelerator.trackers, self.writers(), strict=True)
         )
         found = next((folder for folder in folders if folder), None) or self._accelerator.project_dir
         return None if found is None else str(found)
 
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""
-
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange TensorBoard's Custom Scalars page."""
-        add_charts(self._writers(), charts)
 
     def _log_late(self, tracker: Any, values: dict[str, float], step: int) -> None:
         # All values of a row are of one optimizer; optimizers count their steps apart.
@@ -203,11 +139,12 @@ class AccelerateSink:
                 self._defined.add(tag)
                 run.define_metric(tag, **({} if tag == axis else {"step_metric": axis}))
 
-    def _writers(self) -> list[Any]:
+    def writers(self) -> list[Any]:
+        """What the trackers write with."""
         return [getattr(tracker, "tracker", None) for tracker in self._accelerator.trackers]
 
 
-class LoopSink:
+class LoopSink(WriterSink):
     """Writes to what the user of a plain loop has given, on rank 0.
 
     Args:
@@ -223,7 +160,6 @@ class LoopSink:
                 f"log={log!r}: expected a function log(values, step) or a SummaryWriter of torch.utils.tensorboard"
             )
         self._log = log
-        self.writers = [log]
         self.is_logging = rank() == 0
         self._has_warned = False
 
@@ -234,18 +170,13 @@ class LoopSink:
                 self._has_warned = True
                 warn("nothing is logged: give attach(..., log=) a function of (values, step) or a SummaryWriter")
         elif hasattr(self._log, "add_scalar"):
-            for tag, value in values.items():
-                self._log.add_scalar(tag, value, step)
+            add_scalars(self._log, values, step)
         else:
             self._log(values, step)
 
-    def picture(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure where the writer takes one."""
-        add_picture(self.writers, tag, figure, step)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Write text where the writer takes it."""
-        add_text(self.writers, tag, text, step)
+    def writers(self) -> list[Any]:
+        """What was given."""
+        return [self._log]
 
     def folder(self) -> str | None:
         """Of the writer, if it has one."""
@@ -255,6 +186,17 @@ class LoopSink:
     def show(self, values: dict[str, float]) -> None:
         """There is no progress bar that is ours to write on."""
 
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange TensorBoard's Custom Scalars page."""
-        add_charts(self.writers, charts)
+
+def _is_plain_tracker(tracker: Any) -> bool:
+    """Whether a tracker of Accelerate does nothing with numbers but hand them to torch's writer, one after another."""
+    kind = type(tracker)
+    is_own = (kind.__module__, kind.__name__) == ("accelerate.tracking", "TensorBoardTracker")
+    return is_own and is_summary_writer(tracker.tracker)
+
+
+def _is_plain_tensorboard(logger: Any) -> bool:
+    """Whether a logger of Lightning does nothing with numbers but hand them to torch's writer, one after another."""
+    method = getattr(type(logger), "log_metrics", None)
+    is_own = str(getattr(method, "__module__", "")).endswith("fabric.loggers.tensorboard")
+    has_prefix = bool(getattr(logger, "_prefix", None)) or "log_metrics" in vars(logger)
+    return is_own and not has_prefix and is_summary_writer(logger.experiment)

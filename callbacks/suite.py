@@ -64,8 +64,7 @@ class Suite:
     ) -> None:
         self.callbacks = sorted(callbacks, key=lambda callback: (callback.order, callback.state_key))
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
-        self.late = LateLog(sink)
-        self.optimizer = optimizer
+        self.late, self.optimizer = LateLog(sink), optimizer
         self._model, self._optimizer_index = model, optimizer_index
         self._facts = facts
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
@@ -80,11 +79,9 @@ class Suite:
             num_flags=self._agreement.num_flags,
         )
         self._contexts: list[StepContext] = []
-        self._deferred = Deferred(self._failures)
-        self._actor = Actor(self.callbacks, model)
+        self._deferred, self._actor = Deferred(self._failures), Actor(self.callbacks, model)
         self._searches = Searches(self.callbacks, replays, model=model, number=optimizer_index)
-        self._position = Position()
-        self.is_open = self._is_told = False
+        self._position, self.is_open, self._is_told = Position(), False, False
 
     def run(
         self,
@@ -194,6 +191,7 @@ class Suite:
         outcome = self._actor.outcome() if self._contexts else None
         for context in self._contexts:
             context.outcome = outcome
+        self.callbacks[0].console.count_step(self._contexts, may_skip=self._actor.may_skip)
         try:
             self._each("on_step_end")
         finally:
@@ -230,8 +228,10 @@ class Suite:
                 self.late.close_step(self._contexts[0].step)
             if self._keeper.store is not None and is_end and answers:
                 self._keeper.missing.conclude()
-            self._failures.write(self.late, wait=answers, step=self.step)
+            self._failures.write(self.late, wait=answers, after_exception=after_exception, step=self.step)
         finally:
+            if is_end and answers:
+                self.callbacks[0].console.collect(self.callbacks, self._optimizer_index)
             self._actor.close()
             self._searches.close()
             for callback in self.callbacks:

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.console import RunConsole
 from stabilizer.callbacks.loss_meter import weights_of
 from stabilizer.callbacks.replays import Replays
 from stabilizer.callbacks.run_facts import RunFacts
+from stabilizer.callbacks.run_summary import show_summary
 from stabilizer.callbacks.suite import Suite
 from stabilizer.errors import logger
 from stabilizer.late import Sink
@@ -50,6 +52,9 @@ class Suites:
         )
         self.known_names: tuple[str, ...] = ()
         self.facts = RunFacts(callbacks)
+        self._console = RunConsole()
+        for callback in self.callbacks:
+            callback.console = self._console
         self._suites: dict[int, Suite] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Suite]]:
@@ -117,6 +122,7 @@ class Suites:
             after_exception: Whether the run breaks off: its exception is the one to show, not one of ours.
         """
         self.tally.close()
+        self.facts.let_go()
         suites, self._suites = self._suites, {}  # a suite holds the model
         for suite in suites.values():
             try:
@@ -125,3 +131,5 @@ class Suites:
                 if not after_exception:
                     raise
                 logger.exception("closing after an exception failed as well")
+        if is_end:
+            show_summary(self._console, folder=self.sink.folder, after_exception=after_exception)

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stabilizer.callbacks.sinks import LoopSink, add_charts, add_picture, add_text
+from stabilizer.callbacks.sinks import LoopSink
+from stabilizer.callbacks.writers import WriterSink, add_scalars
 from stabilizer.errors import warn
 
 __all__ = ["TrainerSink"]
 
 
-class TrainerSink:
+class TrainerSink(WriterSink):
     """Writes to the reporters of a trainer, on its main process.
 
     Rows come late, under the trainer's own step, which counts from 1 when our first step is done. TensorBoard gets them
@@ -56,30 +57,17 @@ class TrainerSink:
             if writer is None:
                 self._report(reporter, values, at)
                 continue
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, at)
+            add_scalars(writer, values, at)
         if self._own is not None:
             self._own.scalars(values, at)
 
-    def picture(self, tag: str, figure: Any, step: int) -> None:
-        """Write a figure where a reporter takes one."""
-        add_picture(self._writers(), tag, figure, step + self._offset)
-
-    def text(self, tag: str, text: str, step: int) -> None:
-        """Write text where a reporter takes it."""
-        add_text(self._writers(), tag, text, step + self._offset)
-
     def folder(self) -> str | None:
         """Of TensorBoard's writer, else the trainer's own."""
-        folders = (getattr(writer, "log_dir", None) for writer in self._writers())
+        folders = (getattr(writer, "log_dir", None) for writer in self.writers())
         return str(next((folder for folder in folders if folder), self._trainer.args.output_dir))
 
     def show(self, values: dict[str, float]) -> None:
         """The progress bar is the trainer's."""
-
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange TensorBoard's Custom Scalars page."""
-        add_charts(self._writers(), charts)
 
     def _reporters(self) -> Sequence[Any]:
         return [callback for callback in self._trainer.callback_handler.callbacks if self._is_reporter(callback)]
@@ -98,6 +86,11 @@ class TrainerSink:
             self._writers_seen[id(reporter)] = reporter.tb_writer
         return self._writers_seen.get(id(reporter))
 
-    def _writers(self) -> list[Any]:
+    def step_of(self, step: int) -> int:
+        """The trainer's, which counts from 1."""
+        return step + self._offset
+
+    def writers(self) -> list[Any]:
+        """TensorBoard's, and what was given."""
         found = [self._writer(reporter) for reporter in self._reporters()]
-        return [writer for writer in found if writer is not None] + ([] if self._own is None else self._own.writers)
+        return [writer for writer in found if writer is not None] + ([] if self._own is None else self._own.writers())

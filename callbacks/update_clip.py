@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from stabilizer import tags
 from stabilizer.callbacks.base import StabilizerCallback
+from stabilizer.callbacks.charts import Chart, ChartPage
 from stabilizer.callbacks.checks import check_choice
 from stabilizer.callbacks.context import StepContext
 from stabilizer.callbacks.update_hooks import AfterStep, layers_of
@@ -143,14 +143,14 @@ class UpdateClipCallback(StabilizerCallback):
             )
         return found
 
-    def charts(self) -> dict[str, list[str]]:
+    def charts(self) -> list[Chart]:
         """RMS of all layers in one chart, coefficients in another."""
-        start = (f"^{re.escape(self.name)}/" if self.name else "^") + r"(opt\d+/)?"
-        title = f" ({self.name})" if self.name else ""
-        return {
-            f"RMS of every layer's update{title}": [f"{start}{tags.UPDATE_CLIP_RMS}/.*"],
-            f"Coefficient of every layer's update{title}": [f"{start}{tags.UPDATE_CLIP_COEFFICIENT}/.*"],
-        }
+        rms, coefficient = f"{tags.UPDATE_CLIP_RMS}/.*", f"{tags.UPDATE_CLIP_COEFFICIENT}/.*"
+        return [
+            Chart(ChartPage.UPDATES, "RMS of every layer's update: watch for peaks", lines=(rms,)),
+            Chart(ChartPage.UPDATES, "Coefficient of every layer's update: 1 is not clipped", lines=(coefficient,)),
+            Chart(ChartPage.UPDATES, "Share of updates clipped: should stay near 0", lines=(tags.UPDATE_CLIP_RATE,)),
+        ]
 
     def hyperparameters(self) -> dict[str, Any]:
         """Arguments that a checkpoint remembers."""

@@ -59,6 +59,8 @@ def train(
     *,
     steps: int,
     callbacks: Sequence[StabilizerCallback],
+    num_layers: int = 6,
+    dim: int = 192,
     context: int = 128,
     batch_size: int = 8,
     learning_rate: float = 1e-3,
@@ -71,6 +73,8 @@ def train(
         accelerator: From `make_accelerator`.
         steps: Number of optimizer steps.
         callbacks: What to train with.
+        num_layers: Number of blocks.
+        dim: Width of the residual stream.
         context: Length of a training sequence, in tokens.
         batch_size: Sequences in one step of one process.
         learning_rate: Largest learning rate.
@@ -81,16 +85,26 @@ def train(
         The loss of every step on this rank's own tokens, in nats per byte.
     """
     torch.manual_seed(seed)
-    model = GPT(context=context)
+    model = GPT(context=context, num_layers=num_layers, dim=dim)
     optimizer = make_optimizer(model.parameters(), learning_rate=learning_rate)
     schedule = make_schedule(optimizer, steps=steps, warmup_steps=warmup_steps)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     # Not prepared: every rank reads a stream of its own already.
     batches = iter(make_loader(context=context, batch_size=batch_size, seed=seed, rank=accelerator.process_index))
     losses = []
-    with attach(accelerator, model=model, optimizer=optimizer, callbacks=callbacks, num_steps=steps):
+    # The loss is not in what the model returns: loss_fn says where it is, and record_batch what it is computed from.
+    with attach(
+        accelerator,
+        model=model,
+        optimizer=optimizer,
+        callbacks=callbacks,
+        loss_fn=next_byte_loss,
+        num_steps=steps,
+    ) as handle:
         for step in (bar := tqdm(range(steps), desc="Training")):
-            loss = next_byte_loss(model, next(batches).to(accelerator.device))
+            batch = next(batches).to(accelerator.device)
+            handle.record_batch(batch)
+            loss = next_byte_loss(model, batch)
             accelerator.backward(loss)
             optimizer.step()
             schedule.step()

@@ -39,6 +39,8 @@ class LightningGPT(LightningModule):
 
     Args:
         steps: Length of the run, for the learning-rate schedule.
+        num_layers: Number of blocks.
+        dim: Width of the residual stream.
         context: Length of a training sequence, in tokens.
         batch_size: Sequences in one step of one process.
         learning_rate: Largest learning rate, reached after the warm-up.
@@ -53,6 +55,8 @@ class LightningGPT(LightningModule):
         self,
         *,
         steps: int,
+        num_layers: int = 6,
+        dim: int = 192,
         context: int = 128,
         batch_size: int = 8,
         learning_rate: float = 1e-3,
@@ -61,6 +65,8 @@ class LightningGPT(LightningModule):
     ) -> None:
         super().__init__()
         self.steps = steps
+        self.num_layers = num_layers
+        self.dim = dim
         self.context = context
         self.batch_size = batch_size
         self.learning_rate = learning_rate
@@ -74,7 +80,7 @@ class LightningGPT(LightningModule):
         if self.model is not None:
             return
         torch.manual_seed(self.seed)
-        model = GPT(context=self.context)
+        model = GPT(context=self.context, num_layers=self.num_layers, dim=self.dim)
         if self.device_mesh is not None:
             mesh = self.device_mesh["data_parallel"]
             for block in model.blocks:

@@ -13,9 +13,25 @@ from torch.utils.data import DataLoader
 
 from stabilizer.examples.stdlib_text import RandomWindows, load_stdlib_text
 
-__all__ = ["StrategyName", "make_loader", "make_optimizer", "make_schedule", "next_byte_loss", "num_processes"]
+__all__ = [
+    "SIZES",
+    "SizeName",
+    "StrategyName",
+    "make_loader",
+    "make_optimizer",
+    "make_schedule",
+    "next_byte_loss",
+    "num_processes",
+]
 
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp2"]
+SizeName: TypeAlias = Literal["small", "tiny"]
+
+#: Name -> sizes of the model, length of a sequence, and sequences in one step of one process.
+SIZES: dict[SizeName, dict[str, int]] = {
+    "small": {"num_layers": 6, "dim": 192, "context": 128, "batch_size": 8},
+    "tiny": {"num_layers": 4, "dim": 48, "context": 64, "batch_size": 8},
+}
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:

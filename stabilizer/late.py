@@ -6,13 +6,19 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from stabilizer.background import SHARED, Background
+
 __all__ = ["HostCopy", "LateLog", "Sink", "answers_soon"]
+
+# Seconds for pictures and texts at the end of a run, and after an exception, which a person waits to see: a logger that
+# hangs shall not hang the run.
+_PATIENCE, _PATIENCE_AFTER_EXCEPTION = 60.0, 5.0
 
 
 class Sink(Protocol):
@@ -35,8 +41,11 @@ class Sink(Protocol):
     def show(self, values: dict[str, float]) -> None:
         """Show numbers on the progress bar."""
 
-    def charts(self, charts: dict[str, list[str]]) -> None:
-        """Arrange charts: title -> regular expressions of the tags in it. Called once, before any number."""
+    def arguments(self, values: Mapping[str, bool | float | str]) -> Callable[[bool], None]:
+        """Show arguments beside those of the run, from now until the result is called; see `WriterSink.arguments`."""
+
+    def charts(self, layout: dict[str, dict[str, list[Any]]]) -> None:
+        """Arrange charts: page -> title -> kind and tags, as TensorBoard takes it. Called before any number."""
 
 
 class HostCopy:
@@ -112,9 +121,11 @@ class LateLog:
 
     Args:
         sink: The host's loggers.
+        background: Draws pictures and writes texts; default the process's.
 
     Attributes:
         failures: Exceptions of functions that took values late, and whose they were; the reader empties it.
+        failures_aside: Exceptions of what was done aside, whose it was and what; likewise.
 
     Example:
         >>> class Print:
@@ -129,9 +140,11 @@ class LateLog:
         0 {'loss': 2.0}
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, background: Background | None = None) -> None:
         self.sink = sink
-        self.failures: list[tuple[int, Exception]] = []
+        self.failures: deque[tuple[int, Exception]] = deque()
+        self.failures_aside: deque[tuple[int, str, Exception]] = deque()
+        self._background = SHARED if background is None else background
         self._is_on = sink.is_logging
         self._parts: list[_Part] = []
         self._values: list[Tensor] = []
@@ -168,6 +181,20 @@ class LateLog:
         self._parts.append(_Part(tensor.numel(), tags, then, show, owner, finite_only))
         self._values.append(tensor)
 
+    def aside(self, what: str, function: Callable[[], None], *, owner: int = -1, is_large: bool = False) -> None:
+        """Have something done that the step does not wait for, in the order of the calls, where the loggers are.
+
+        Args:
+            what: In a few words, for a person.
+            function: Starts no collective and touches no device.
+            owner: Number of the callback that it belongs to.
+            is_large: Whether it holds much memory, or takes long.
+        """
+        if self._is_on:
+            self._background.add(
+                what, function, failed=lambda error: self.failures_aside.append((owner, what, error)), is_large=is_large
+            )
+
     def forget(self) -> None:
         """Drop what was taken for a step that did not happen."""
         self._parts, self._values = [], []
@@ -192,18 +219,21 @@ class LateLog:
         self._rows.append(_Row(step, self._parts, HostCopy(packed)))
         self._parts, self._values = [], []
 
-    def drain(self, *, before: int | None = None, wait: bool = False) -> None:
+    def drain(self, *, before: int | None = None, wait: bool = False, after_exception: bool = False) -> None:
         """Write what has arrived.
 
         Args:
             before: Only rows of earlier steps than this; default all.
-            wait: Wait for copies that are still on their way.
+            wait: Wait for copies that are still on their way, and for what is done aside.
+            after_exception: Whether the run breaks off: what is done aside is not waited for that long then.
         """
         while self._rows and (before is None or self._rows[0].step < before):
             if not wait and not self._rows[0].values.is_ready:
                 return
             # At the end of a run the progress bar takes nothing any more.
             self._write(self._rows.popleft(), show=not wait)
+        if wait:
+            self._background.drain(seconds=_PATIENCE_AFTER_EXCEPTION if after_exception else _PATIENCE)
 
     def _write(self, row: _Row, *, show: bool) -> None:
         pieces = row.values.read().split([part.size for part in row.parts])

@@ -17,17 +17,20 @@ __all__ = [
     "CLIP_TOTAL_COEFFICIENT",
     "CLIP_TOTAL_RATE",
     "CLIP_TOTAL_THRESHOLD",
+    "CONFIG",
     "DRILL_FAULTS",
     "FINDING",
     "FINDING_TEXT",
     "GNS_ADVICE",
     "GNS_GRAD_SQ",
     "GNS_LAYER",
+    "GNS_LOWER",
     "GNS_NOISE_SCALE",
     "GNS_RATIO_TO_BATCH",
     "GNS_RELIABLE",
     "GNS_STDERR",
     "GNS_TRACE",
+    "GNS_UPPER",
     "GRADLOC_INCIDENT",
     "GRADLOC_INCIDENTS",
     "GRADLOC_PASSES",
@@ -40,6 +43,8 @@ __all__ = [
     "GRAD_NORM_NONFINITE",
     "GRAD_NORM_TOTAL",
     "GRAD_NORM_TOTAL_AFTER",
+    "GROUPS",
+    "LOSS_LOWER",
     "LOSS_MAX",
     "LOSS_MAX_RANK",
     "LOSS_MEAN",
@@ -48,6 +53,7 @@ __all__ = [
     "LOSS_SLOPE",
     "LOSS_SLOPE_ERROR",
     "LOSS_STD",
+    "LOSS_UPPER",
     "OPTIMIZER_RMS",
     "OPTIMIZER_ROWS_NEVER",
     "OPTIMIZER_ROWS_SILENT",
@@ -89,6 +95,9 @@ GRAD_NORM_HEATMAP = "grad_norm/heatmap"
 # The length of a window follows: `of_window`.
 LOSS_MEAN = "loss/mean"
 LOSS_STD = "loss/std"
+# One standard deviation below and above the mean.
+LOSS_LOWER = "loss/lower"
+LOSS_UPPER = "loss/upper"
 LOSS_SLOPE = "loss/slope"
 LOSS_SLOPE_ERROR = "loss/slope_error"
 LOSS_MIN = "loss/min"
@@ -142,6 +151,9 @@ GNS_NOISE_SCALE = "gns/noise_scale"
 GNS_GRAD_SQ = "gns/grad_sq"
 GNS_TRACE = "gns/trace"
 GNS_STDERR = "gns/stderr"
+# One standard error below and above the noise scale.
+GNS_LOWER = "gns/lower"
+GNS_UPPER = "gns/upper"
 GNS_RATIO_TO_BATCH = "gns/ratio_to_batch"
 GNS_RELIABLE = "gns/reliable"
 GNS_LAYER = "gns/layer"
@@ -163,6 +175,9 @@ WARNING_TEXT = "warning/text"
 RUN = "stabilizer/run"
 RUN_FIELDS = ("num_params", "world_size", "accumulation", "batch", "precision")
 
+# A text: all arguments of all callbacks, as YAML.
+CONFIG = "stabilizer/config"
+
 ALL_TAGS = frozenset(
     {
         GRAD_NORM_TOTAL,
@@ -174,6 +189,8 @@ ALL_TAGS = frozenset(
         GRAD_NORM_HEATMAP,
         LOSS_MEAN,
         LOSS_STD,
+        LOSS_LOWER,
+        LOSS_UPPER,
         LOSS_SLOPE,
         LOSS_SLOPE_ERROR,
         LOSS_MIN,
@@ -203,6 +220,8 @@ ALL_TAGS = frozenset(
         GNS_GRAD_SQ,
         GNS_TRACE,
         GNS_STDERR,
+        GNS_LOWER,
+        GNS_UPPER,
         GNS_RATIO_TO_BATCH,
         GNS_RELIABLE,
         GNS_LAYER,
@@ -226,6 +245,21 @@ ALL_TAGS = frozenset(
         *(f"{POLICY}/{name}" for name in (*POLICY_SIGNALS, *POLICY_SLOPES)),
     }
 )
+
+_TEXTS = (
+    ALARM_TEXT,
+    CHECKPOINT_TEXT,
+    CONFIG,
+    FINDING_TEXT,
+    GNS_ADVICE,
+    GRADLOC_INCIDENT,
+    NUMERICS_TEXT,
+    RECOVERY_TEXT,
+    RUN,
+    WARNING_TEXT,
+)
+#: First parts of all names, numbers, pictures and texts; a callback's name and the optimizer's number stand before.
+GROUPS = frozenset(tag.partition("/")[0] for tag in (*ALL_TAGS, *_TEXTS))
 
 
 def of_window(tag: str, window: int) -> str:

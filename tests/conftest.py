@@ -7,11 +7,15 @@ import random
 import sys
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests import launcher
 from tests.processes import MARK, kill_all, left_over
+
+#: A reader's own modules, which the pages of the documentation import by their names there.
+collect_ignore = ["docs_modules"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -22,6 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the workers."""
     launcher.shutdown()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand on what is told at the end, where this is one of several processes that run tests."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["crashes"] = list(launcher.crashes)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a process that runs tests hands on."""
+    launcher.crashes.extend(getattr(node, "workeroutput", {}).get("crashes", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

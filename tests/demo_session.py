@@ -57,7 +57,7 @@ class Session:
             start_new_session=True,
         )
 
-    def finish(self, timeout: float = 100.0) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 240.0) -> tuple[int, str, str]:
         """Wait for the end: status, standard output, standard error."""
         try:
             out, err = self.process.communicate(timeout=timeout)
@@ -115,12 +115,13 @@ def noise(err: str) -> list[str]:
     return [line for line in lines if line.strip() and "it/s" not in line and "s/it" not in line]
 
 
-def reference_losses(*, num_ranks: int, num_steps: int) -> list[list[float]]:
+def reference_losses(*, num_ranks: int, num_steps: int, max_norm: float | None = None) -> list[list[float]]:
     """What every rank's loss must be: a plain loop in one process that takes the ranks' batches in turn.
 
     Args:
         num_ranks: How many ranks average their gradients.
         num_steps: Length of the run.
+        max_norm: What the total norm is clipped to.
 
     Returns:
         By step and rank.
@@ -139,6 +140,8 @@ def reference_losses(*, num_ranks: int, num_steps: int) -> list[list[float]]:
     for _ in range(num_steps):
         losses = [next_byte_loss(model, next(stream)) for stream in streams]
         (sum(losses, torch.zeros(())) / num_ranks).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

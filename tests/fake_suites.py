@@ -24,7 +24,7 @@ class SilentSink:
         """Fail."""
         raise AssertionError("a copy without values has arrived")
 
-    show = picture = charts = text = scalars
+    show = picture = charts = text = arguments = scalars
 
 
 def fake_suite(callbacks: Sequence[StabilizerCallback], **options: Any) -> Suite:

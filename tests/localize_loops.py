@@ -198,6 +198,7 @@ def run(
     on_step: Callable[[int, nn.Module], None] | None = None,
     seen: Seen | None = None,
     tells_loss: bool = False,
+    log: Callable[[dict[str, float], int], None] = lambda values, step: None,
 ) -> nn.Module:
     """Train in a plain loop with an accumulation that tells its batches.
 
@@ -212,6 +213,7 @@ def run(
         on_step: Called before every optimizer step, with complete gradients.
         seen: Takes what the optimizer is given.
         tells_loss: Whether the loop records its losses.
+        log: Takes what is logged.
 
     Returns:
         The trained model, wrapped.
@@ -224,9 +226,7 @@ def run(
         return loss_fn(model, batch) / plan.micro_batches
 
     handle = (
-        attach(
-            None, model=model, optimizer=optimizer, callbacks=callbacks, loss_fn=divided, log=lambda values, step: None
-        )
+        attach(None, model=model, optimizer=optimizer, callbacks=callbacks, loss_fn=divided, log=log)
         if callbacks
         else None
     )

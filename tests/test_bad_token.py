@@ -68,13 +68,13 @@ def test_tensorboard_has_text_and_pictures(found: tuple[list[Incident], str], fo
     run = read_run(folder)
     assert run.scalars["gradloc/incidents"] == {70: 1.0}
     assert run.scalars["gradloc/passes"] == {70: float(found[0][0].num_passes)}
-    assert {"gradloc/norm_history", "gradloc/top_tokens"} <= run.pictures.keys()
+    assert {"gradloc/card", "gradloc/norm_history", "gradloc/top_tokens"} <= run.pictures.keys()
     events: Any = EventAccumulator(str(folder))
     events.Reload()
     [text] = events.Tensors("gradloc/incident/text_summary")
     assert text.step == 70
     [content] = text.tensor_proto.string_val
-    assert content.decode().startswith("```\nGradient spike at step 70: D, data\n")
+    assert content.decode().startswith("### Gradient spike at step 70: D, data\n")
 
 
 def test_the_command_shows_it_again(

@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 
+from stabilizer.background import SHARED
 from stabilizer.callbacks import AdaptiveClipThreshold, GradNormCallback, LayerClipCallback, attach, load_callbacks
 from stabilizer.callbacks.base import StabilizerCallback
 from stabilizer.callbacks.run_facts import RunFacts
@@ -41,7 +42,7 @@ def _facts(folder: Path) -> dict[str, Any]:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     [text] = events.Tensors("stabilizer/run/text_summary")
-    found = json.loads(text.tensor_proto.string_val[0])
+    found = json.loads(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("json"))
     assert isinstance(found, dict)
     return found
 
@@ -237,10 +238,13 @@ def test_the_host_does_not_wait_for_the_device_to_know_its_run() -> None:
             facts.see_batch(batch)
             facts.see_batch({"inputs": torch.zeros(2, 3)})  # the last of an epoch, say
             facts.conclude(model, accumulation=0, sink=sink, step=7)  # type: ignore[arg-type]
-    [(tag, text, step)] = sink.texts
+    assert SHARED.drain(seconds=60)
+    (tag, text, step), (configuration, _, _) = sink.texts
+    assert configuration == "stabilizer/config"
     assert (tag, step) == ("stabilizer/run", 7)
     told_of = {"num_params": 8, "world_size": 1, "accumulation": None, "batch": 6, "precision": "32-true"}
-    assert json.loads(text) == {**told_of, "series": {"": {"granularity": "block", "norm_type": "inf"}}}
+    series = {"": {"granularity": "block", "norm_type": "inf"}}
+    assert json.loads(text.strip("`").removeprefix("json")) == {**told_of, "series": series}
 
 
 def test_largest_elements_are_no_norms_to_clip_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,13 @@ from typing import Literal
 
 import pytest
 
-from stabilizer.cli import UsageError, demo, main, tensorboard_command
+from stabilizer.cli import main
+from stabilizer.examples.demo import DemoError, demo, tensorboard_command
 from tests.demo_session import CONFIG, LAYERS, Session, noise, reference_losses
 from tests.event_files import read_run
+
+# Some ten seconds each where nothing else runs.
+pytestmark = pytest.mark.timeout(300)
 
 
 def covers(strategy: str) -> pytest.MarkDecorator:
@@ -57,7 +61,8 @@ def test_four_steps_log_every_layer_and_say_how_to_see_them(strategy: str, progr
     assert {tag.removeprefix("grad_norm/layer/") for tag in scalars if "/layer/" in tag} == set(layers)
     for tag in ("grad_norm/total", "loss/mean_100", *(f"grad_norm/layer/{name}" for name in layers)):
         assert list(scalars[tag]) == [0, 1, 2, 3], tag
-    losses = reference_losses(num_ranks=1 if strategy == "single" else 2, num_steps=4)
+    # The clip of the suite is not warm yet: its threshold is 1.
+    losses = reference_losses(num_ranks=1 if strategy == "single" else 2, num_steps=4, max_norm=1.0)
     assert scalars["train/loss"] == pytest.approx({step: ranks[0] for step, ranks in enumerate(losses)}, rel=1e-5)
 
     # The progress bar is all that a newcomer sees there.
@@ -122,6 +127,10 @@ def test_a_signal_leaves_no_process(number: signal.Signals, send: Callable[[int,
         (["--config", "broken.yaml"], ["config"]),
         (["--grad_norm.every_n_steps", "0"], ["every_n_steps=0"]),
         (["--loss_mean_var.every_n_steps", "0"], ["every_n_steps=0"]),
+        (["--fault", "toke"], ["fault", "toke", "token"]),
+        (["--fault", "token", "--fault-step", "200"], ["--fault-step=200", "0 to 199"]),
+        (["--fault", "token", "--steps", "50"], ["--fault-step=120", "--steps=50", "0 to 49"]),
+        (["--size", "huge"], ["size", "huge", "tiny"]),
         (["--logdir", "broken.yaml"], ["broken.yaml", "file"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
@@ -151,7 +160,7 @@ def test_without_its_engine_the_error_names_the_extra(
     from stabilizer.callbacks import GradNormCallback, LossMeanVarCallback
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=rf"pip install 'torch-stabilizer\[{engine}\]'"):
+    with pytest.raises(DemoError, match=rf"pip install 'torch-stabilizer\[{engine}\]'"):
         demo(GradNormCallback(), loss_mean_var=LossMeanVarCallback(), engine=engine)
 
 

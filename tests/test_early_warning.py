@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from stabilizer.callbacks import EarlyWarningCallback, GradNoiseScaleCallback, LossMeanVarCallback, attach
 from stabilizer.early_warning import DEFAULT_THRESHOLDS, EarlyWarning
 from tests.stateful import differences
+from tests.tiny_loops import told
 
 NOISY_AT, BAD_AT = 500, 800
 
@@ -143,10 +143,9 @@ def train(
     return model, states
 
 
-@pytest.mark.filterwarnings("ignore::stabilizer.errors.StabilizerWarning")
-def test_data_that_become_noisy_are_told_before_the_loss_alarm(caplog: pytest.LogCaptureFixture) -> None:
+def test_data_that_become_noisy_are_told_before_the_loss_alarm() -> None:
     callbacks, rows = make_callbacks(), []
-    with caplog.at_level(logging.WARNING, "stabilizer"):
+    with told() as messages:
         train(callbacks, steps=range(BAD_AT + 50), rows=rows)
     levels = {step: values["warning/level"] for step, values in rows if "warning/level" in values}
     assert set(levels) == set(range(0, BAD_AT + 50, 5))
@@ -154,8 +153,8 @@ def test_data_that_become_noisy_are_told_before_the_loss_alarm(caplog: pytest.Lo
     first = min(step for step, level in levels.items() if level >= 1)
     assert NOISY_AT < first <= NOISY_AT + 60
     assert levels[BAD_AT + 45] == 3
-    told = [record.getMessage() for record in caplog.records if "level 1: " in record.getMessage()]
-    assert "rose at step" in told[0]
+    first_level = [message for message in messages if "level 1: " in message]
+    assert "rose at step" in first_level[0]
 
 
 @pytest.mark.filterwarnings("ignore::stabilizer.errors.StabilizerWarning")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from stabilizer.console import printable
 from stabilizer.localize.incident import Incident, Origin
+from stabilizer.localize.markdown import incident_markdown
+from stabilizer.localize.rows import short_token
 from stabilizer.localize.summary import summarize
-from stabilizer.localize.table import incident_text, print_incident, printable
+from stabilizer.localize.table import incident_advice, incident_text, print_incident
 from tests.incidents import make_incident, make_layers, make_token
 
 NAN, INF = math.nan, math.inf
@@ -105,6 +110,40 @@ def test_text_of_a_token_is_no_markup() -> None:
     text = incident_text(incident)
     for word in ("'[b]x'", "[red]y", "[u]z", "[i]w"):
         assert word in text
+
+
+@pytest.mark.parametrize("write", [incident_text, incident_markdown])
+def test_long_texts_are_cut_around_the_token(write: Callable[[Incident], str]) -> None:
+    """What stands next to the token stays, with its marks."""
+    token = make_token(text="bad", context=f"{'a' * 9000} here>>>bad<<<there {'b' * 9000}")
+    text = write(make_incident(tokens=(token,)))
+    assert "here>>>bad<<<there" in "".join(html.unescape(text).split())
+    assert text.count("a") < 200
+    longest = make_token(text="x" * 10_000, context=f"here>>>{'x' * 10_000}<<<there")
+    text = write(make_incident(tokens=(longest,)))
+    assert 100 < text.count("x") < 300
+    assert "x...<<<there" in "".join(html.unescape(text).split())
+
+
+@pytest.mark.parametrize("text", ["bad", ">>>x<<<", "<<<", "", "x" * 500])
+def test_marks_in_the_data_are_no_marks(text: str) -> None:
+    before, after = ">>> print(1)\n>>> ", " <<< 2 >>> 3"
+    token = make_token(text=text, context=f"{before}>>>{text}<<<{after}")
+    assert token.pieces == (before, text, after)
+    assert short_token(token).pieces == (before, text if len(text) < 500 else f"{text[:120]}...", after)
+    assert short_token(short_token(token)) == short_token(token)
+    assert make_token(context="[red]y").pieces == ("[red]y", "", "")
+
+
+def test_a_search_without_a_token_sends_nobody_to_tokens() -> None:
+    """And what it failed with is said once."""
+    error = "rank 0: RuntimeError: no loss"
+    failed = make_incident(tokens=(), error=error, summary=f"norm 8: the search failed ({error})")
+    assert "look at these tokens" in incident_advice(make_incident(error=None))
+    assert incident_advice(failed).startswith("mend what the error says")
+    assert "no single token" in incident_advice(make_incident(tokens=(), error=None))
+    assert " ".join(incident_text(failed).split()).count(error) == 1
+    assert error in " ".join(incident_text(make_incident(error=error)).split())
 
 
 def test_an_output_that_knows_ascii_only() -> None:

@@ -188,15 +188,16 @@ def test_a_nan_is_counted_told_and_kept_out_of_the_windows() -> None:
 
 
 def test_the_rank_of_a_nan_is_named(tmp_path: Any) -> None:
+    from stabilizer.callbacks.console import RunConsole
     from stabilizer.callbacks.nonfinite_losses import NonfiniteLosses
 
-    alarm = NonfiniteLosses(cooldown_steps=10)
+    alarm, console = NonfiniteLosses(cooldown_steps=10), RunConsole()
     with pytest.warns(StabilizerWarning, match=r"step 7 \(batch 15\): the loss is not finite on ranks 1, 3 \(3 micro"):
         # Counts of two steps, their weights, and counts of four ranks.
-        alarm.reader([6, 7], [13, 15])(8, torch.tensor([0.0, 3.0, 8.0, 8.0, 0.0, 1.0, 0.0, 2.0]))
-    alarm.reader([8], [17])(9, torch.tensor([4.0, 8.0]))  # within the cooldown
+        alarm.reader([6, 7], [13, 15], console=console)(8, torch.tensor([0.0, 3.0, 8.0, 8.0, 0.0, 1.0, 0.0, 2.0]))
+    alarm.reader([8], [17], console=console)(9, torch.tensor([4.0, 8.0]))  # within the cooldown
     with pytest.warns(StabilizerWarning, match=r"step 17: .*no valid target in the batch.*\(5 micro-batches since"):
-        alarm.reader([16, 17], [-1, -1])(18, torch.tensor([0.0, 1.0, 8.0, 0.0]))
+        alarm.reader([16, 17], [-1, -1], console=console)(18, torch.tensor([0.0, 1.0, 8.0, 0.0]))
 
 
 @pytest.mark.filterwarnings("ignore::stabilizer.errors.StabilizerWarning")

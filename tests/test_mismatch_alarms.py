@@ -145,6 +145,15 @@ def test_a_cooldown_folds_and_what_gets_worse_is_told() -> None:
     assert [value for _, value in callback.alarms[1].recent] == pytest.approx([0.06, 0.06, 0.06, 0.2])
 
 
+def test_what_comes_within_the_last_cooldown_is_counted() -> None:
+    callback = RolloutMismatchCallback(cooldown_steps=5, k3_limits=None, on_alarm=[lambda alarm: None])
+    with Loop("plain", callback) as loop:
+        take_steps(loop, [constant(0.06)] * 7 + [healthy()])
+        console = callback.console
+    [counted] = [found for kind, found in console.kinds.items() if "shift" in kind]
+    assert (counted.num, counted.first_step, counted.last_step) == (7, 0, 6)
+
+
 def test_what_is_not_finite_is_told_and_left_out() -> None:
     bad = healthy()
     train = bad["logp_train"].clone()

@@ -224,7 +224,7 @@ def test_tags_are_the_fields_and_the_docs_table() -> None:
     fields = {field.name for field in dataclasses.fields(PolicyStep)} - {"step", "mismatch"}
     assert fields == {*tags.POLICY_SIGNALS, *tags.POLICY_SLOPES}
     text = (ROOT / "docs/callbacks/rollout_mismatch.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"^\| `((?:rollout|policy)/\w+)` \|", text, re.MULTILINE))
+    documented = set(re.findall(r"^\| `((?:rollout|policy)/\w+?)(?:_<window>)?` \|", text, re.MULTILINE))
     assert documented == {tag for tag in tags.ALL_TAGS if tag.startswith(("rollout/", "policy/"))}
 
 

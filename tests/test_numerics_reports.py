@@ -119,7 +119,7 @@ def test_the_log_has_the_finding_and_how_many_there_were(tmp_path: Path) -> None
     assert {key: value for key, value in points.items() if key[0] == "numerics/incidents"} == {
         ("numerics/incidents", 4): 1.0
     }
-    assert any(text.startswith("numerics/text 4 **nonfinite_loss** step 4") for text in texts)
+    assert any(text.startswith("numerics/text 4 **nonfinite&#95;loss**\n\nstep 4") for text in texts)
 
 
 def _traced(rank: int, world_size: int, folder: str) -> Any:

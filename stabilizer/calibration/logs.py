@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from stabilizer import tags
 from stabilizer.calibration.mistakes import CalibrationError
+from stabilizer.progress import Progress
 
 __all__ = ["Run", "find_runs", "read_run"]
 
 _EVENTS = "*tfevents*"
 _STEP_COLUMNS = ("step", "global_step", "iteration", "iter")
+_MEGABYTE = 1_000_000
 _RECORD_BYTES = 16  # around every record of an event file: its length and two checksums
 
 #: Takes the number of bytes that were read.
@@ -83,7 +83,7 @@ def find_runs(logdir: Path) -> list[list[Path]]:
 
 
 def read_run(files: Sequence[Path]) -> Run:
-    """Read all numbers of a run. Shows progress where stderr is a terminal.
+    """Read all numbers of a run. Shows progress on stderr.
 
     Args:
         files: Of one run; see `find_runs`.
@@ -91,7 +91,13 @@ def read_run(files: Sequence[Path]) -> Run:
     Raises:
         CalibrationError: If a file cannot be read.
     """
-    with _progress(sum(path.stat().st_size for path in files)) as advance:
+    num_bytes = sum(path.stat().st_size for path in files)
+    what = files[0].name if len(files) == 1 else f"{len(files)} files"
+    with Progress(f"reading {what}", total=num_bytes / _MEGABYTE, unit="MB") as progress:
+
+        def advance(size: int) -> None:
+            progress.advance(size / _MEGABYTE)
+
         if _is_csv(files[0]):
             return _read_csv(files[0], advance)
         return _read_events(files, advance)
@@ -168,7 +174,8 @@ def _scalar(value: Any) -> float | None:
 
 def _facts(value: Any, before: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = json.loads(_array(value.tensor).flat[0])
+        text = _array(value.tensor).flat[0].decode()
+        found = json.loads(text.strip("`\n").removeprefix("json"))  # it stands in a block of code
     except (ValueError, TypeError, IndexError):
         return before
     return found if isinstance(found, dict) else before
@@ -178,24 +185,3 @@ def _array(tensor: Any) -> Any:
     from tensorboard.util.tensor_util import make_ndarray  # type: ignore[import-untyped]
 
     return make_ndarray(tensor)
-
-
-@contextlib.contextmanager
-def _progress(num_bytes: int) -> Iterator[Advance]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(file=sys.stderr)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=num_bytes)
-        waiting = 0
-
-        def advance(size: int) -> None:
-            nonlocal waiting
-            waiting += size
-            if waiting > 1 << 18:
-                progress.advance(task, waiting)
-                waiting = 0
-
-        yield advance

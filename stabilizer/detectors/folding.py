@@ -43,11 +43,17 @@ class AlarmFolder:
         self._told_at: dict[DetectionKind, int] = {}
         # How many detections have been folded since, and where the first of them began.
         self._pending: dict[DetectionKind, tuple[int, int]] = {}
+        self._untold: dict[DetectionKind, tuple[int, int]] = {}
 
     @property
     def pending(self) -> dict[DetectionKind, int]:
         """How many detections of each kind have been folded since its last event."""
         return {kind: num for kind, (num, _) in self._pending.items()}
+
+    def take_untold(self) -> dict[DetectionKind, tuple[int, int]]:
+        """How many of each kind no event has told of since the last call, and at which step the last of them was."""
+        untold, self._untold = self._untold, {}
+        return untold
 
     def fold(self, detections: Sequence[Detection]) -> list[Detection]:
         """The events that these detections make.
@@ -65,9 +71,11 @@ class AlarmFolder:
             # A run that went back to an older step has not been told of what comes now.
             if told_at is not None and 0 <= found.step - told_at < self.cooldown_steps:
                 self._pending[found.kind] = (num + found.count, first_step)
+                self._untold[found.kind] = (self._untold.get(found.kind, (0, 0))[0] + found.count, found.step)
                 continue
             self._told_at[found.kind] = found.step
             self._pending.pop(found.kind, None)
+            self._untold.pop(found.kind, None)
             first_step = min(first_step, found.first_step)
             events.append(dataclasses.replace(found, count=num + found.count, first_step=first_step))
         return events

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from stabilizer.localize.plain_json import from_plain, to_plain
 
 __all__ = [
+    "MARKS",
     "SCHEMA",
     "Action",
     "CandidateGroup",
@@ -30,6 +31,8 @@ SCHEMA = 1
 IncidentType: TypeAlias = Literal["A.1", "A.2", "B", "N", "T", "X", "D"]
 Action: TypeAlias = Literal["report", "drop_tokens", "skip_step"]
 Ratio: TypeAlias = Literal["observed", "not observable"]
+#: Before and after the token in its context.
+MARKS = (">>>", "<<<")
 #: Row, and position in it; no position where units are samples.
 Unit: TypeAlias = tuple[int, int | None]
 
@@ -69,6 +72,18 @@ class FoundToken:
     document_position: int | None = None
     context: str | None = None
     sequence_log_ratio: float | None = None
+
+    @property
+    def pieces(self) -> tuple[str, str, str]:
+        """The context: before the token, the token, and after it. Text may hold the marks itself, as doctests do."""
+        context = self.context or ""
+        marked = f"{MARKS[0]}{self.text or ''}{MARKS[1]}"
+        if marked in context:
+            before, _, after = context.partition(marked)
+            return before, self.text or "", after
+        before, _, rest = context.partition(MARKS[0])
+        token, _, after = rest.partition(MARKS[1])
+        return before, token, after
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

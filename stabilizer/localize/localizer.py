@@ -22,6 +22,7 @@ from stabilizer.localize.step_runner import StepRunner
 from stabilizer.localize.surveying import agreed
 from stabilizer.localize.tap import Tap
 from stabilizer.localize.without import Without
+from stabilizer.progress import Progress
 from stabilizer.store import GradientStore
 
 __all__ = ["Localizer"]
@@ -53,6 +54,7 @@ class Localizer(StepRunner):
         self._outside: Tensor | None = None
         self._tokenizer: Any = None
         self._redact: Sequence[str] = ()
+        self._max_passes = 0
 
     def run(
         self,
@@ -83,6 +85,7 @@ class Localizer(StepRunner):
         """
         self._tokenizer, self._redact = tokenizer, redact
         start, result = time.monotonic(), Result()
+        self._max_passes = max_passes
         # What is searched, and how many passes there are, follows from it: no rank may have one of its own.
         suspicion, _ = agreed(suspicion, self._reducer)
         budget = Budget(max_passes, math.inf if max_seconds is None else start + max_seconds, tolerance)
@@ -142,7 +145,11 @@ class Localizer(StepRunner):
 
     @contextlib.contextmanager
     def _guarded(self, *, needs_gate: bool) -> Iterator[Prober]:
-        with guarded(self._replayer, store=self._store, sensors=self._sensors) as (guard, sensors):
+        what = "searching the step" if self._store.current is None else f"searching step {self._store.current.step}"
+        with (
+            Progress(what, total=self._max_passes, unit="passes") as progress,
+            guarded(self._replayer, store=self._store, sensors=self._sensors) as (guard, sensors),
+        ):
             prober = Prober(
                 self._replayer,
                 self._lock,
@@ -154,6 +161,7 @@ class Localizer(StepRunner):
                 blocks=self._blocks,
                 group=self._survey.group,
                 needs_gate=needs_gate,
+                on_pass=progress.advance,
             )
             try:
                 yield prober

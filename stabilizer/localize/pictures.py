@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stabilizer.console import printable
+from stabilizer.drawing import ACCENT, BLUE, MAP, drawable, new_figure
 from stabilizer.localize.incident import FoundToken, Incident, Origin
-from stabilizer.localize.table import printable
 
-__all__ = ["norm_history", "position_map", "top_tokens"]
+__all__ = ["draw_history", "norm_history", "position_map", "top_tokens"]
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
-_NORMS, _SPIKE, _THRESHOLD = "#0072B2", "#D55E00", "#000000"
-_SIZE, _DPI = (8, 4), 100
+_NORMS, _SPIKE, _THRESHOLD = BLUE, ACCENT, "#000000"
+_SIZE = (8, 4)
 # Fewer cells than the narrowest picture has pixels, so that none falls between two of them.
 _MAX_NAMES, _MAX_CELLS = 24, 320
 
@@ -34,11 +33,28 @@ def norm_history(norms: Sequence[float], *, step: int, threshold: float, steps: 
     Returns:
         A matplotlib figure. Norms that are not finite are marked at its upper edge.
     """
+    figure, axes = _figure()
+    draw_history(axes, norms, step=step, threshold=threshold, steps=steps)
+    axes.set_title(f"The gradient norm before and at step {step}: a quiet line and one peak is a bad batch")
+    return figure
+
+
+def draw_history(
+    axes: Any, norms: Sequence[float], *, step: int, threshold: float, steps: Sequence[int] | None = None
+) -> None:
+    """Draw the gradient norms up to a spike into axes that are there.
+
+    Args:
+        axes: Of matplotlib.
+        norms: In the order of the steps.
+        step: The step of the spike.
+        threshold: What it was over.
+        steps: Step of each norm; default those that end with the spike's.
+    """
     from matplotlib.ticker import MaxNLocator
 
     steps = list(range(step - len(norms) + 1, step + 1)) if steps is None else list(steps)
     points = list(zip(steps, norms, strict=True))
-    figure, axes = _figure()
     drawn = [(x, y) for x, y in points if math.isfinite(y) and y > 0]
     before, spike = [[point for point in drawn if (point[0] == step) is is_spike] for is_spike in (False, True)]
     axes.plot(*_columns(before), ".-", color=_NORMS, markersize=4, linewidth=0.8)
@@ -59,10 +75,8 @@ def norm_history(norms: Sequence[float], *, step: int, threshold: float, steps: 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("gradient norm (L2, log scale)")
-    axes.set_title(f"The gradient norm before and at step {step}")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, loc="upper left")
-    return figure
 
 
 def top_tokens(incident: Incident, *, num: int = 20) -> Any:
@@ -125,7 +139,7 @@ def position_map(gradients: Tensor, names: Sequence[str], origin: Origin | None 
     options: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "lower", "extent": edges}
     if shown.count():
         scale = LogNorm(shown.min(), max(shown.max(), shown.min() * 1.01))
-        image = axes.imshow(shown, cmap="viridis", norm=scale, **options)
+        image = axes.imshow(shown, cmap=MAP, norm=scale, **options)
         figure.colorbar(image, ax=axes, label="norm of dL/dh (L2, log scale)")
     bad = ~np.isfinite(values)
     if bad.any():
@@ -137,20 +151,18 @@ def position_map(gradients: Tensor, names: Sequence[str], origin: Origin | None 
     axes.set_ylim(edges[2:])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("position in the row")
-    title = "The gradient at every layer's output"
+    axes.set_ylabel("layer, from input to output")
+    title = "The gradient at every layer's output: a bright column is one token"
     if origin is not None and origin.layer in names and origin.position is not None:
         point = list(names).index(origin.layer)
         axes.plot(origin.position, point, "s", markersize=12, markerfacecolor="none", color=_SPIKE, markeredgewidth=2)
         title += f";\nit grows in {origin.layer} at position {origin.position}"
-    axes.set_title(_drawable(title), fontsize=10, parse_math=False)
+    axes.set_title(drawable(title), fontsize=10, parse_math=False)
     return figure
 
 
 def _figure(*, height: float = _SIZE[1]) -> tuple[Any, Any]:
-    """Without pyplot, which keeps every figure for ever and belongs to the user."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_SIZE[0], height), dpi=_DPI, layout="constrained")
+    figure = new_figure(_SIZE[0], height)
     return figure, figure.subplots()
 
 
@@ -161,16 +173,4 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 def _label(token: FoundToken) -> str:
     place = f"rank {token.rank}, micro {token.micro_batch}, row {token.row}"
     place += "" if token.position is None else f", pos {token.position}"
-    return place if token.text is None else f"{place}  '{_drawable(printable(token.text, limit=16))}'"
-
-
-def _drawable(text: str) -> str:
-    """Text in the characters that the font has; matplotlib warns of any other one."""
-    return "".join(char if ord(char) in _characters() else "?" for char in text)
-
-
-@functools.cache
-def _characters() -> frozenset[int]:
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    return frozenset(get_font(findfont(FontProperties())).get_charmap())
+    return place if token.text is None else f"{place}  '{drawable(printable(token.text, limit=16))}'"

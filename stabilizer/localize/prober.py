@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,7 @@ class Prober:
         group: Ranks with the same data.
         needs_gate: Whether a forward that passes no gate is an error. Where something is not finite, the forward itself
             tells the block in which it begins.
+        on_pass: Called after every backward pass.
 
     Attributes:
         gate: Of the last forward.
@@ -91,8 +92,9 @@ class Prober:
         blocks: Sequence[tuple[str, nn.Module]],
         group: TensorGroup,
         needs_gate: bool = True,
+        on_pass: Callable[[], None] | None = None,
     ) -> None:
-        self._needs_gate = needs_gate
+        self._needs_gate, self._on_pass = needs_gate, on_pass
         self._replayer, self._lock, self._guard = replayer, lock, guard
         self._sensors, self._segments = sensors, segments
         self._parameters, self._tap, self._blocks, self._group = list(parameters), tap, blocks, group
@@ -167,7 +169,10 @@ class Prober:
         if self._micro_batch is None:
             return Pass(torch.zeros(()), None)
         with self._together():
-            return self._backward(self._micro_batch, opened)
+            found = self._backward(self._micro_batch, opened)
+        if self._on_pass is not None:
+            self._on_pass()
+        return found
 
     def _backward(self, micro_batch: MicroBatch, opened: Tensor | None) -> Pass:
         if self._loss is None or (self._has_passed and not self._keeps_graph):

@@ -22,7 +22,7 @@ def replay(folder: Path, *, model: str | None = None, batch: str = "batch.safete
     the spike give the norm that was observed, up to dropout, precision and the divisor of an accumulation.
 
     Args:
-        folder: Folder of the incident, such as incidents/step_412.
+        folder: Folder of the incident, such as incidents/step_412, or incident.json in it.
         model: "module:function", of a function without arguments that returns a model and a function of the batch that
             returns the loss; or the model alone, whose output is the loss or has it as `loss`.
         batch: File of the micro-batch in the folder.
@@ -31,7 +31,9 @@ def replay(folder: Path, *, model: str | None = None, batch: str = "batch.safete
         ReplayError: If the folder has no incident, or the model cannot be run.
     """
     from stabilizer.localize.table import print_incident
+    from stabilizer.localize.writing import INCIDENT_FILE
 
+    folder = folder.parent if folder.name == INCIDENT_FILE else folder
     incident = _incident(folder)
     print_incident(incident)
     path = folder / batch

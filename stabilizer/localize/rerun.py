@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stabilizer.localize.replay_command import ReplayError
+from stabilizer.progress import Progress
 
 __all__ = ["run_again"]
 
@@ -30,18 +31,22 @@ def run_again(target: str, batch: Any) -> float:
     Raises:
         ReplayError: If there is no such function, or it returns something else, or the batch cannot be run.
     """
-    model, loss_of = _made(target)
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    model.zero_grad()
-    try:
-        loss = loss_of(_moved(batch, device))
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ReplayError(f"{target}: the loss is {_kind(loss)}; expected a tensor with one number")
-        loss.backward()
-    except ReplayError:
-        raise
-    except Exception as error:
-        raise ReplayError(f"{target}: the micro-batch cannot be run: {type(error).__name__}: {error}") from error
+    with Progress(f"running the micro-batch in {target}", total=2, unit="passes") as progress:
+        model, loss_of = _made(target)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        model.zero_grad()
+        progress.advance(0)  # the model is there
+        try:
+            loss = loss_of(_moved(batch, device))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise ReplayError(f"{target}: the loss is {_kind(loss)}; expected a tensor with one number")
+            progress.advance()
+            loss.backward()
+        except ReplayError:
+            raise
+        except Exception as error:
+            raise ReplayError(f"{target}: the micro-batch cannot be run: {type(error).__name__}: {error}") from error
+        progress.advance()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
 

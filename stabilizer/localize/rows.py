@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from stabilizer.localize.incident import (
+    MARKS,
     CandidateGroup,
     FoundToken,
     Incident,
@@ -18,14 +20,18 @@ from stabilizer.localize.incident import (
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["by_ratio", "incident_tables", "number"]
+__all__ = ["MAX_ROWS", "TEXTS", "Section", "by_ratio", "incident_sections", "incident_tables", "number", "short_token"]
 
 _T = TypeVar("_T")
 #: Heading, and the cell of a row; a column without any cell is left out.
 _Column: TypeAlias = tuple[str, Callable[[_T], "str | None"]]
 
-_MAX_ROWS = 20
-_TEXTS = ("text", "context", "layer", "largest: row:position")
+#: Of a table in a file.
+MAX_ROWS = 20
+#: Columns that are no numbers.
+TEXTS = ("text", "context", "layer", "largest: row:position")
+# Characters of a token, and of what stands on each side of it.
+_TOKEN, _AROUND = 120, 60
 
 
 def number(value: float | None) -> str:
@@ -41,27 +47,73 @@ def number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def incident_tables(incident: Incident) -> list[Table]:
+class Section(NamedTuple):
+    """A table of an incident, whatever it is drawn with.
+
+    Attributes:
+        title: What it holds.
+        headings: Of the columns.
+        rows: Texts of the cells.
+        captions: What else there is to say of it.
+    """
+
+    title: str
+    headings: list[str]
+    rows: list[list[str]]
+    captions: list[str]
+
+
+def incident_sections(incident: Incident, *, max_rows: int = MAX_ROWS) -> list[Section]:
     """Tables of what an incident has.
 
     Args:
         incident: What was found.
+        max_rows: Of each table; what is left out is counted.
     """
-    with_context = [token for token in incident.tokens if token.context is not None]
+    tokens = [short_token(token) for token in incident.tokens]
+    with_context = [token for token in tokens if token.context is not None]
     layers = sorted(incident.layers, key=by_ratio)
-    tables = [
-        _table(f"Tokens ({len(incident.tokens)})", incident.tokens, _TOKENS),
-        _table("Their context", with_context, [*_PLACE, ("context", lambda token: token.context)]),
-        _table("Undecided", incident.candidates, _CANDIDATES),
-        _table(
-            "Local norms of the micro-batches",
-            _suspects_first(incident.micro_batches),
-            _MICRO_BATCHES,
-            beside=_others(incident.other_micro_batches),
-        ),
-        _table("Layers", layers, _LAYERS),
+    place: list[_Column[FoundToken]] = [*_PLACE, ("context", lambda token: token.context)]
+    near, others = _suspects_first(incident.micro_batches), _others(incident.other_micro_batches)
+    found = [
+        _section(f"Tokens ({len(incident.tokens)})", tokens, _TOKENS, max_rows=max_rows),
+        _section("Their context", with_context, place, max_rows=max_rows),
+        _section("Undecided", incident.candidates, _CANDIDATES, max_rows=max_rows),
+        _section("Local norms of the micro-batches", near, _MICRO_BATCHES, max_rows=max_rows, beside=others),
+        _section("Layers", layers, _LAYERS, max_rows=max_rows),
     ]
-    return [table for table in tables if table is not None]
+    return [section for section in found if section.rows]
+
+
+def short_token(token: FoundToken) -> FoundToken:
+    """A token whose texts are not long, with what stands next to it; a second time it stays as it is.
+
+    Args:
+        token: As it was found.
+
+    Example:
+        >>> short_token(FoundToken(rank=0, micro_batch=0, row=0, text="b", context="a" * 99 + ">>>b<<<c")).context[:6]
+        '...aaa'
+    """
+    before, text, after = token.pieces
+    if token.text is not None and len(token.text) > _TOKEN:
+        token = dataclasses.replace(token, text=f"{token.text[:_TOKEN]}...")
+    if token.context is None or MARKS[0] not in token.context:
+        return token
+    before = before if len(before) <= _AROUND else f"...{before[-_AROUND:]}"
+    text = text if len(text) <= _TOKEN else f"{text[:_TOKEN]}..."
+    after = after if len(after) <= _AROUND else f"{after[:_AROUND]}..."
+    return dataclasses.replace(token, context=f"{before}{MARKS[0]}{text}{MARKS[1]}{after}")
+
+
+def incident_tables(incident: Incident, *, max_rows: int = MAX_ROWS) -> list[Table]:
+    """The tables for a console.
+
+    Args:
+        incident: What was found.
+        max_rows: Of each table; what is left out is counted.
+    """
+    return [_table(section) for section in incident_sections(incident, max_rows=max_rows)]
 
 
 def by_ratio(layer: LayerReport) -> float:
@@ -86,18 +138,24 @@ def _others(others: OtherMicroBatches | None) -> str:
     return f"{others.num} others{suspects}: median {number(others.median_norm)}, largest {number(others.largest_norm)}"
 
 
-def _table(title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]], *, beside: str = "") -> Table | None:
+def _section(
+    title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]], *, max_rows: int, beside: str = ""
+) -> Section:
+    shown = rows[:max_rows]
+    cells = [(heading, [cell(row) for row in shown]) for heading, cell in columns]
+    used = [(heading, column) for heading, column in cells if any(column)]
+    lines = [[column[row] or "" for _, column in used] for row in range(len(shown))]
+    captions = [f"and {len(rows) - len(shown)} more in the JSON"] if len(rows) > len(shown) else []
+    return Section(title, [heading for heading, _ in used], lines, captions + ([beside] if beside else []))
+
+
+def _table(section: Section) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    if not rows:
-        return None
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
-    shown = rows[:_MAX_ROWS]
-    cells = [(heading, [cell(row) for row in shown]) for heading, cell in columns]
-    used = [(heading, column) for heading, column in cells if any(column)]
-    for heading, _ in used:
-        is_text = heading in _TEXTS
+    table = Table(title=Text(section.title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for heading in section.headings:
+        is_text = heading in TEXTS
         table.add_column(
             heading,
             justify="left" if is_text else "right",
@@ -105,12 +163,11 @@ def _table(title: str, rows: Sequence[Any], columns: Sequence[_Column[Any]], *, 
             overflow="fold",
             min_width=6 if is_text else None,
         )
-    for row in range(len(shown)):
+    for row in section.rows:
         # Text, never markup: a token may be "[bold]".
-        table.add_row(*(Text(column[row] or "") for _, column in used))
-    captions = [f"and {len(rows) - len(shown)} more in the JSON"] if len(rows) > len(shown) else []
-    if captions or beside:
-        table.caption = Text("\n".join([*captions, *([beside] if beside else [])]))
+        table.add_row(*map(Text, row))
+    if section.captions:
+        table.caption = Text("\n".join(section.captions))
         table.caption_justify = "left"
     return table
 

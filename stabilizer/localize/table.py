@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stabilizer.console import MAX_WIDTH, WIDTH, make_console, print_block, printable
 from stabilizer.localize.incident import Incident, Origin
-from stabilizer.localize.rows import incident_tables, number
+from stabilizer.localize.rows import MAX_ROWS, incident_tables, number, short_token
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["TYPE_NAMES", "incident_text", "print_incident", "printable"]
+__all__ = ["TYPE_NAMES", "incident_advice", "incident_lines", "incident_text", "incident_title", "print_incident"]
 
 TYPE_NAMES = {
     "A.1": "importance ratio of a token",
@@ -28,26 +27,54 @@ TYPE_NAMES = {
     "D": "data",
 }
 
-_WIDTH, _MAX_WIDTH, _INDENT = 80, 120, 16
+# What to do next, by type.
+_ADVICE = {
+    "A.1": "truncate or mask such ratios (rollout.TokenClip), and compare training with the rollout engine",
+    "A.2": "truncate or mask such sequences (rollout.SeqClip), and compare training with the rollout engine",
+    "B": "look at this layer: its initialization, its scale, its learning rate; LayerClipCallback bounds it alone",
+    "N": "look at the operation there: its precision, its epsilon, what it divides by or takes the logarithm of",
+    "T": "another run of the step came out differently: look at the machine, and at code that draws at random",
+    "X": "look at what adds to the loss without a token: auxiliary losses, penalties, weights that are tied",
+    "D": "look at these tokens in their document; on_found='drop_tokens' or 'skip_step' leaves such out",
+}
 
 
-def print_incident(incident: Incident, console: Console | None = None) -> None:
+def incident_advice(incident: Incident) -> str:
+    """What to do next.
+
+    Args:
+        incident: What was found.
+
+    Example:
+        >>> incident_advice(Incident(step=7, type="D", observed_norm=9.0, threshold=3.0, error="no batch"))
+        'mend what the error says: until then no token can be found'
+    """
+    if incident.error is not None and not incident.tokens:
+        return "mend what the error says: until then no token can be found"
+    if incident.type == "D" and not incident.tokens:
+        return "look at the batch of this step: no single token was found in it"
+    return _ADVICE[incident.type]
+
+
+def print_incident(
+    incident: Incident,
+    console: Console | None = None,
+    *,
+    max_rows: int = MAX_ROWS,
+    more: Sequence[tuple[str, str]] = (),
+) -> None:
     """Print an incident, without colour where the output is no terminal.
 
     Args:
         incident: What was found.
         console: Where; default stdout.
+        max_rows: Of each table.
+        more: Further rows, as name and text.
     """
-    if console is None:
-        from rich.console import Console
-
-        # Variables such as FORCE_COLOR would put colour codes into a file.
-        plain: dict[str, Any] = {} if sys.stdout.isatty() else {"force_terminal": False, "no_color": True}
-        console = Console(file=sys.stdout, highlight=False, **plain)
-    _print(incident, console)
+    _print(incident, make_console() if console is None else console, max_rows=max_rows, more=more)
 
 
-def incident_text(incident: Incident, *, width: int = _WIDTH) -> str:
+def incident_text(incident: Incident, *, width: int = WIDTH) -> str:
     """What `print_incident` prints, as text without colour.
 
     Args:
@@ -57,46 +84,32 @@ def incident_text(incident: Incident, *, width: int = _WIDTH) -> str:
     from rich.console import Console
 
     stream = io.StringIO()
-    _print(incident, Console(file=stream, width=width, force_terminal=False, no_color=True, highlight=False))
+    console = Console(file=stream, width=width, force_terminal=False, no_color=True, highlight=False)
+    _print(incident, console, max_rows=MAX_ROWS)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
-def printable(text: str, *, limit: int = 2000) -> str:
-    r"""Text that changes nothing on a terminal: control characters and line breaks as escapes, and not too long.
-
-    Args:
-        text: Any.
-        limit: Largest number of characters.
-
-    Example:
-        >>> printable("a\n\x1b[31mb")
-        'a\\n\\x1b[31mb'
-    """
-    shown = "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode() for char in text
-    )
-    return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
-
-
-def _print(incident: Incident, console: Console) -> None:
-    from rich.text import Text
-
-    # Whatever encoding the output has, a token's text ends nothing.
+def _print(incident: Incident, console: Console, *, max_rows: int, more: Sequence[tuple[str, str]] = ()) -> None:
+    # Whatever encoding the output has, a token's text ends nothing; it is cut first, so that its mark stays.
+    incident = dataclasses.replace(incident, tokens=tuple(short_token(token) for token in incident.tokens))
     incident = _with_texts(
         incident, lambda text: printable(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
     )
-    width = min(console.width, _MAX_WIDTH)
-    optimizer = f", optimizer {incident.optimizer_index}" if incident.optimizer_index else ""
-    title = f"Gradient spike at step {incident.step}{optimizer}: {incident.type}, {TYPE_NAMES[incident.type]}"
-    console.print(Text(title, style="bold"), width=width)
     lines = [("", incident.summary)] if incident.summary else []
-    for name, value in lines + _lines(incident):
-        indent = f"  {name:<{_INDENT - 2}}" if name else ""
-        wrapped = textwrap.fill(value, width, initial_indent=indent, subsequent_indent=" " * len(indent))
-        console.print(Text(wrapped, no_wrap=True, overflow="fold"), width=width)
-    for table in incident_tables(incident):
+    print_block(console, incident_title(incident), [*lines, *incident_lines(incident), *more])
+    for table in incident_tables(incident, max_rows=max_rows):
         console.print()
-        console.print(table, width=width)
+        console.print(table, width=min(console.width, MAX_WIDTH))
+
+
+def incident_title(incident: Incident) -> str:
+    """What, when, and of which type.
+
+    Args:
+        incident: It.
+    """
+    optimizer = f", optimizer {incident.optimizer_index}" if incident.optimizer_index else ""
+    return f"Gradient spike at step {incident.step}{optimizer}: {incident.type}, {TYPE_NAMES[incident.type]}"
 
 
 def _with_texts(value: Any, function: Callable[[str], str]) -> Any:
@@ -111,7 +124,12 @@ def _with_texts(value: Any, function: Callable[[str], str]) -> Any:
     return value
 
 
-def _lines(incident: Incident) -> list[tuple[str, str]]:
+def incident_lines(incident: Incident) -> list[tuple[str, str]]:
+    """What there is to say of an incident beside its tables, as name and text.
+
+    Args:
+        incident: It.
+    """
     times = incident.observed_norm / incident.threshold if incident.threshold > 0 else math.nan
     over = f", {times:.3g} times the threshold" if math.isfinite(times) else ""
     lines = [
@@ -132,7 +150,7 @@ def _lines(incident: Incident) -> list[tuple[str, str]]:
     if incident.num_rebuild_passes:
         cost += f"; {incident.num_rebuild_passes} passes to rebuild the gradient"
     lines += [("cost", cost), ("action", incident.action), ("ratios", incident.ratio)]
-    if incident.error is not None:
+    if incident.error is not None and incident.error not in incident.summary:
         lines.append(("error", incident.error))
     return lines + [("note", note) for note in incident.notes]
 

@@ -12,7 +12,7 @@ from stabilizer.errors import logger
 from stabilizer.localize.documents import document_places
 from stabilizer.localize.entries import batch_of, tensor_entries
 from stabilizer.localize.grid import Grid, find_grid
-from stabilizer.localize.incident import Unit
+from stabilizer.localize.incident import MARKS, Unit
 from stabilizer.localize.ratios import advantage, log_ratios, sequence_mask
 from stabilizer.localize.targets import TargetRow, target_row
 
@@ -138,7 +138,7 @@ class _Describer:
         here = position + 1
         before = around(range(max(0, here - _AROUND), here))
         after = around(range(here + 1, min(len(tokens.shown), here + 1 + _AROUND)))
-        return {"token_id": token_id, "text": text, "context": f"{before}>>>{text}<<<{after}"}
+        return {"token_id": token_id, "text": text, "context": f"{before}{MARKS[0]}{text}{MARKS[1]}{after}"}
 
 
 class _Decoder:

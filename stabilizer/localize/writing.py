@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
 import math
 import re
@@ -13,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from stabilizer.drawing import png
 from stabilizer.errors import logger, warn
 from stabilizer.localize.entries import batch_of, nested, tensor_entries, unknown_keys
 from stabilizer.localize.incident import Incident
@@ -161,6 +161,22 @@ class IncidentWriter:
             return None
         return path
 
+    def write_pictures(self, folder: Path, figures: Mapping[str, Any]) -> None:
+        """Write pictures into an incident's folder, as far as there is room.
+
+        Args:
+            folder: What `write` has returned.
+            figures: Matplotlib figures by the names of their files, without the ending.
+        """
+        for name, content in self._drawn(figures).items():
+            if len(content) > self._room():
+                self._tell_no_room(name, len(content))
+                continue
+            try:
+                write_file(folder / name, content)
+            except OSError as error:
+                self._tell_unwritten(error)
+
     def _room(self) -> float:
         return math.inf if self.max_dump_mb is None else self.max_dump_mb * _MEGABYTE - folder_size(self.folder)
 
@@ -200,13 +216,10 @@ class IncidentWriter:
     def _drawn(self, figures: Mapping[str, Any]) -> dict[str, bytes]:
         files = {}
         for name, figure in figures.items():
-            stream = io.BytesIO()
             try:
-                figure.savefig(stream, format="png")
+                files[f"{name}.png"] = png(figure)
             except Exception as error:
                 self._tell("pictures", f"the picture {name} of an incident could not be drawn: {error!r}")
-                continue
-            files[f"{name}.png"] = stream.getvalue()
         return files
 
     def _tell_no_room(self, name: str, size: int) -> None:
