@@ -1,4 +1,7 @@
-"""One table of arguments: the design's, the signatures, the docstrings, the docs and the files say the same."""
+"""One table of arguments: the design's, the signatures, the docstrings and the files say the same.
+
+That the pages say it too is in `tests.test_docs_pages`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from tests.test_config import load, same
 from tests.test_lightning_cli import make_cli, ours, write
 
 TABLE = json.loads((ROOT / "tests/data/arguments.json").read_text(encoding="utf-8"))
-START, END = "<!-- arguments:start -->", "<!-- arguments:end -->"
 
 
 def public_classes() -> dict[str, type[StabilizerCallback]]:
@@ -47,13 +49,6 @@ def expected(name: str) -> dict[str, Any]:
     return {**TABLE["common"], **additions, **TABLE["classes"][name]["arguments"]}
 
 
-def documented() -> list[tuple[str, str, Any]]:
-    """Rows of the table in docs/configuration.md: key, argument, default."""
-    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\S+) \| `(\w+)` \| `(.*)` \|$", text.partition(START)[2].partition(END)[0], re.MULTILINE)
-    return [(key.strip("`"), argument, json.loads(default)) for key, argument, default in rows]
-
-
 def test_every_exported_class_is_in_the_table_and_in_the_features() -> None:
     keys = {name: TABLE["classes"][name]["key"] for name in CLASSES}
     assert {"GradNormCallback", "LossMeanVarCallback"} <= keys.keys()
@@ -76,21 +71,6 @@ def test_docstring(name: str) -> None:
     assert section is not None
     described = re.findall(r"^ {8}(\w+): ", section[1], re.MULTILINE)
     assert described == list(inspect.signature(CLASSES[name]).parameters)
-
-
-def test_docs() -> None:
-    rows = documented()
-    assert len({row[:2] for row in rows}) == len(rows)
-    wanted = [
-        (TABLE["classes"][name]["key"], argument, default)
-        for name in CLASSES
-        for argument, default in {
-            **TABLE["classes"][name]["arguments"],
-            **TABLE["additions"].get(name, {}),
-        }.items()
-    ]
-    wanted += [("all", *item) for item in {**TABLE["common"], **TABLE["additions"]["all"]}.items()]
-    assert sorted(map(repr, rows)) == sorted(map(repr, wanted))
 
 
 def assert_defaults_change_nothing(name: str, folder: Path) -> None:

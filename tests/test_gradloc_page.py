@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from stabilizer.callbacks import GradLocCallback, attach
+from stabilizer.callbacks import GradLocCallback
 from stabilizer.localize.incident import Incident
 from stabilizer.localize.table import TYPE_NAMES
 from tests.accelerate_loops import make_accelerator
@@ -32,45 +32,33 @@ def _block(word: str) -> str:
     return found
 
 
-class Logits(nn.Module):
-    """Token numbers to logits; nothing in it can be tapped but through `token_gate`."""
+class Model(nn.Module):
+    """As a model of transformers; token numbers to logits."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(9, 9)
+        self.table, self.lm_head = nn.Embedding(9, 9), nn.Linear(9, 9)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.table(tokens)
-        return logits
-
-
-class WithLoss(nn.Module):
-    """As a model of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.lm_head = Logits(), nn.Linear(9, 9)
-
-    def forward(self, tokens: Tensor, labels: Tensor, weights: Tensor) -> Any:
-        logits = self.lm_head(self.net(tokens))
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        return types.SimpleNamespace(loss=(losses * weights.flatten()).mean(), logits=logits)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> Any:
+        logits = self.lm_head(self.table(input_ids))
+        loss = None
+        if labels is not None and weights is not None:
+            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+            loss = (losses * weights.flatten()).mean()
+        return types.SimpleNamespace(loss=loss, logits=logits)
 
 
 def _loader() -> list[dict[str, Tensor]]:
     """Six batches; one token of the fifth has a weight that is no number."""
-    tokens = torch.arange(6 * 3 * 5).reshape(6, 3, 5) % 9
-    batches = [{"tokens": one, "labels": (one + 1) % 9, "weights": torch.ones(3, 5)} for one in tokens]
+    tokens = torch.arange(6 * 3 * 6).reshape(6, 3, 6) % 9
+    batches = [{"input_ids": one, "labels": one, "weights": torch.ones(3, 5)} for one in tokens]
     batches[STEP]["weights"][ROW, POSITION] = torch.nan
     return batches
 
 
-def _callback(folder: Path) -> GradLocCallback:
-    return GradLocCallback(dump_dir=str(folder), strict=True)
-
-
 def _check(callback: GradLocCallback) -> None:
+    assert not callback.has_failed
     [incident] = callback.incidents
     assert incident.error is None
     assert incident.step == STEP
@@ -80,42 +68,37 @@ def _check(callback: GradLocCallback) -> None:
 
 def _names() -> dict[str, Any]:
     """What the loops of the page take for given; `loss_of` is that of the page."""
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"torch": torch}
     exec(_block("token_gate(log_probs)"), names)  # noqa: S102 (our own page)
-    model = Logits()
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return {**names, "attach": attach, "model": model, "optimizer": optimizer, "loader": _loader()}
+    return {**names, "model": model, "optimizer": optimizer, "loader": _loader()}
 
 
-def test_the_plain_loop_with_the_gate_by_hand(tmp_path: Path) -> None:
-    callback = _callback(tmp_path)
-    names = {**_names(), "callbacks": [callback], "writer": lambda values, step: None}
-    exec(_block("attach(None"), names)  # noqa: S102 (our own page)
-    _check(callback)
+def test_the_plain_loop_with_the_gate_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {**_names(), "writer": lambda values, step: None}
+    exec(_block("loss_fn=loss_of, log=writer"), names)  # noqa: S102 (our own page)
+    _check(names["callbacks"][0])
 
 
-def test_the_loop_of_accelerate(tmp_path: Path) -> None:
-    callback, names = _callback(tmp_path), _names()
+def test_the_loop_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _names()
     accelerator = make_accelerator()
     names["model"], names["optimizer"] = accelerator.prepare(names["model"], names["optimizer"])
+    names["accelerator"] = accelerator
     code = _block("attach(accelerator").replace("loss_fn=loss_of", "loss_fn=loss_of, log=print")
-    exec(code, {**names, "accelerator": accelerator, "callbacks": [callback]})  # noqa: S102 (our own page)
-    _check(callback)
+    exec(code, names)  # noqa: S102 (our own page)
+    _check(names["callbacks"][0])
 
 
 def test_manual_optimization(tmp_path: Path) -> None:
-    names: dict[str, Any] = {}
-    exec(_block("stabilizer_loss"), names)  # noqa: S102 (our own page)
-
-    class WithData(names["MyModule"]):  # type: ignore[misc]
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(_loader(), batch_size=None)  # type: ignore[arg-type]
-
-    callback = _callback(tmp_path)
-    make_trainer(callbacks=[callback], max_steps=6).fit(WithData(WithLoss()))
+    names: dict[str, Any] = {"torch": torch}
+    exec(_block("stabilizer_loss").partition("\nmodule =")[0], names)  # noqa: S102 (our own page)
+    callback = GradLocCallback(dump_dir=str(tmp_path), strict=True)
+    module, batches = names["MyModule"](Model()), DataLoader(_loader(), batch_size=None)  # type: ignore[arg-type]
+    make_trainer(callbacks=[callback], max_steps=6).fit(module, batches)
     _check(callback)
 
 
@@ -131,7 +114,8 @@ def test_a_page_without_marks_is_an_error() -> None:
 
 
 def test_every_type_and_every_action_has_its_row() -> None:
-    rows = re.findall(r"^\| `\"?([\w.]+)\"?` \| ", PAGE.partition("## Privacy")[0], re.MULTILINE)
+    does = PAGE.partition("## What it does")[2].partition("## When to use it")[0]
+    rows = re.findall(r"^\| `\"?([\w.]+)\"?` \| ", does, re.MULTILINE)
     assert sorted(rows) == sorted([*TYPE_NAMES, "report", "drop_tokens", "skip_step"])
 
 

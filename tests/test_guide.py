@@ -1,4 +1,4 @@
-"""The code of the guide, run as it stands, and the messages that it quotes."""
+"""The guide to a spike: its callbacks train, and what it names is there."""
 
 from __future__ import annotations
 
@@ -7,31 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from stabilizer import health, numerics
 from stabilizer.callbacks import StabilizerCallback, attach
+from stabilizer.localize.table import TYPE_NAMES
+from tests.docs_pages import section
+from tests.docs_setups import CausalLM, make_loader
 from tests.environments import ROOT
 
 GUIDE = (ROOT / "docs" / "guides" / "my-loss-spiked.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-
-
-class TwoTowers(nn.Module):
-    """Has the layers that the guide speaks of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vision = nn.ModuleDict({"patches": nn.Linear(4, 4)})
-        self.token_embedding = nn.Linear(4, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.lm_head = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.vision["patches"](x) + self.token_embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        result: torch.Tensor = self.lm_head(x)
-        return result
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=range(len(BLOCKS)))
@@ -39,18 +24,16 @@ def test_every_block_gives_callbacks_that_train(code: str) -> None:
     names: dict[str, Any] = {}
     exec(code, names)  # noqa: S102 (our own page)
     callbacks: list[StabilizerCallback] = names["callbacks"] if "callbacks" in names else [names["clip"]]
-    torch.manual_seed(0)
-    model = TwoTowers()
+    model = CausalLM()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     logged: dict[str, float] = {}
-    options: dict[str, Any] = {"granularity": "module"} if "clip" in names else {}
-    for name, value in options.items():
-        setattr(callbacks[0], name, value)
     with attach(
         None, model=model, optimizer=optimizer, callbacks=callbacks, log=lambda values, _: logged.update(values)
-    ):
-        for _ in range(3):
-            model(torch.randn(2, 4)).square().mean().backward()
+    ) as handle:
+        for batch in make_loader(3):
+            loss = model(**batch).loss
+            loss.backward()
+            handle.record_loss(loss)
             optimizer.step()
             optimizer.zero_grad()
     assert not any(callback.has_failed for callback in callbacks)
@@ -59,3 +42,18 @@ def test_every_block_gives_callbacks_that_train(code: str) -> None:
 
 def test_the_guide_has_code() -> None:
     assert len(BLOCKS) == 5
+
+
+def test_the_order_is_that_of_the_questions() -> None:
+    titles = re.findall(r"^## (\d)\. (.*)$", GUIDE, re.MULTILINE)
+    assert [int(number) for number, _ in titles] == list(range(len(titles)))
+    assert [title for _, title in titles[1:5]] == ["Data and reward", "Policy", "Numerics", "System"]
+
+
+def test_types_and_kinds_are_those_of_the_callbacks() -> None:
+    data = section(GUIDE, "1. Data and reward").partition("**Is it the reward?**")[0]
+    rows = re.findall(r"^\| (`.*?) \|", data, re.MULTILINE)
+    assert sorted(re.findall(r"`([\w.]+)`", " ".join(rows))) == sorted(TYPE_NAMES)
+    assert set(re.findall(r"`finding/(\w+)`", GUIDE)) <= set(health.KINDS)
+    verdicts = re.findall(r"^\| `(\w+)` \|", section(GUIDE, "4. System"), re.MULTILINE)
+    assert set(verdicts) <= set(numerics.VERDICTS)

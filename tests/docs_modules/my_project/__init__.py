@@ -1,0 +1,1 @@
+"""What the pages call the reader's own project."""
