@@ -1,1 +1,1 @@
-"""What the callbacks cost, measured; `python benchmarks/gradient_statistics.py` runs it."""
+"""What the callbacks cost, measured; `python -m benchmarks` runs all of it."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import timing
+from benchmarks.reports import number, write_report
 from benchmarks.timing import Figure, busy
 
 __all__ = ["run"]
@@ -44,19 +42,23 @@ def run(
     console = Console(width=None if sys.stdout.isatty() else 150)
     _warn_if_busy(console)
     figures: list[Figure] = []
-    for row in chosen:
-        with console.status(f"measuring: {row}"):
-            figures += rows[row](tiny=options.tiny)
+    patience = timing.patience
+    timing.patience = 0.0 if options.quick else patience
+    try:
+        for row in chosen:
+            with console.status(f"measuring: {row}"):
+                figures += rows[row](tiny=options.tiny)
+    finally:
+        timing.patience = patience
     _warn_if_busy(console)
     console.print(_table(figures, title))
     output = options.output
-    if output is None and len(chosen) == len(rows) and not options.tiny:
+    if output is None and len(chosen) == len(rows) and not (options.tiny or options.quick):
         output = results
     if output is None:
         console.print("Nothing is written: these are not all rows at full size. --output FILE writes them.")
     else:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(_report(figures, is_tiny=options.tiny), indent=2) + "\n")
+        write_report(output, figures, is_tiny=options.tiny)
         console.print(f"Written to {output}", soft_wrap=True)
     missed = [figure for figure in figures if figure.is_met is False]
     return 1 if options.check and missed else 0
@@ -73,6 +75,7 @@ def _parser(rows: Mapping[str, object], title: str) -> argparse.ArgumentParser:
     parser.add_argument("rows", nargs="*", type=row, help=f"what to measure, of {', '.join(rows)}; nothing means all")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a target that was measured is missed")
     parser.add_argument("--output", type=Path, help="JSON file; all rows at full size go to benchmarks/results")
+    parser.add_argument("--quick", action="store_true", help="no third run where two do not agree: rougher figures")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try it out: the figures mean nothing")
     return parser
 
@@ -90,27 +93,8 @@ def _table(figures: Sequence[Figure], title: str) -> Table:
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     table.add_column("How it was measured", style="dim")
     for figure in figures:
-        value = "not measured" if figure.value is None else _number(figure.value, figure.unit)
-        target = "" if figure.target is None else f"<= {_number(figure.target, figure.unit)}"
+        value = "not measured" if figure.value is None else number(figure.value, figure.unit)
+        target = "" if figure.target is None else f"<= {number(figure.target, figure.unit)}"
         met = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}[figure.is_met]
         table.add_row(figure.what, value, target, met, figure.how)
     return table
-
-
-def _number(value: float, unit: str) -> str:
-    return f"{value:.3g}" if unit == "ratio" else f"{value:.3g} {unit}"
-
-
-def _report(figures: Sequence[Figure], *, is_tiny: bool) -> dict[str, Any]:
-    return {
-        "environment": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "system": f"{platform.system()} {platform.machine()}",
-            "num_cores": os.cpu_count(),
-            "num_threads": torch.get_num_threads(),
-            "load": round(os.getloadavg()[0], 2),
-            "is_tiny": is_tiny,
-        },
-        "figures": [{**dataclasses.asdict(figure), "is_met": figure.is_met} for figure in figures],
-    }

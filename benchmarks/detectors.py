@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +24,7 @@ from rich.table import Table  # noqa: E402
 
 from benchmarks.loss_series import NOISES, Setting, Watcher, measure  # noqa: E402
 from benchmarks.plain_detectors import FirstMaximum, MeanAndSigmas, PageHinkley, WindowMean  # noqa: E402
+from benchmarks.reports import counted_misses, write_report  # noqa: E402
 from stabilizer.detectors import LossDetector  # noqa: E402
 
 __all__ = ["DETECTORS", "QUICK", "TARGETS", "Ours", "main", "misses"]
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("detectors", nargs="*", metavar="detector", help=f"default all: {', '.join(DETECTORS)}")
     parser.add_argument("--check", action="store_true", help=f"status 1 if {DEFAULT!r} misses a target")
     parser.add_argument("--quick", action="store_true", help="a few short runs: the figures mean nothing")
+    parser.add_argument("--output", type=Path, help="JSON file: how many targets each detector misses")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.detectors if name not in DETECTORS]
     if unknown:
@@ -110,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Not as the table's title, which would wrap at its width.
         console.print(f"\n{question}", markup=False)
         console.print(_table(question, figures))
+    if options.output is not None:
+        judged = {name: [is_met for _, is_met in _judged(found)] for name, found in figures.items()}
+        write_report(options.output, counted_misses("detectors", judged, DEFAULT), is_tiny=options.quick)
     found = misses(figures.get(DEFAULT, {}))
     for miss in found:
         console.print(f"missed by {DEFAULT}: {miss}")
@@ -125,14 +130,17 @@ def misses(figures: Figures) -> list[str]:
     Returns:
         A line a miss.
     """
-    result = []
+    return [line for line, is_met in _judged(figures) if not is_met]
+
+
+def _judged(figures: Figures) -> Iterator[tuple[str, bool]]:
+    """A line for every figure that has a target, and whether it is met."""
     for question, targets in TARGETS.items():
         for what, (low, high) in targets.items():
             value = figures.get(question, {}).get(what)
-            # NaN is in no interval.
-            if value is not None and not low <= value <= high:
-                result.append(f"{question}: {what}: {value:.4g}, target {low:g} to {high:g}")
-    return result
+            if value is not None:
+                # NaN is in no interval.
+                yield f"{question}: {what}: {value:.4g}, target {low:g} to {high:g}", low <= value <= high
 
 
 def _table(question: str, figures: Mapping[str, Figures]) -> Table:

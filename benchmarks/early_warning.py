@@ -26,9 +26,11 @@ if not __package__:
     # Run as a file, Python looks for modules beside it and not in the project.
     sys.path[0] = str(ROOT)
 
+from benchmarks.reports import write_report  # noqa: E402
+from benchmarks.timing import Figure  # noqa: E402
 from benchmarks.unstable_runs import KINDS, Run, train  # noqa: E402
 
-__all__ = ["crossing", "false_crossings", "frozen", "main", "tables"]
+__all__ = ["crossing", "false_crossings", "frozen", "lead_figures", "main", "tables"]
 
 CHANNELS = ("noise_scale", "variance", "layers")
 #: Seeds of healthy runs that thresholds are frozen on, and of those that say how often they are crossed for nothing.
@@ -111,6 +113,25 @@ def tables(runs: Sequence[Run], *, settled: int = SETTLED) -> str:
     return "\n".join(lines) + "\n"
 
 
+def lead_figures(runs: Sequence[Run], *, settled: int = SETTLED) -> list[Figure]:
+    """How long before the loss alarm the first channel rose: a figure for every kind of fault.
+
+    Args:
+        runs: Of `train`; the healthy ones among them by their seeds.
+        settled: First step that counts.
+    """
+    thresholds = frozen([run for run in runs if run.kind == "healthy" and run.seed in FROZEN_ON], settled=settled)
+    figures = []
+    for kind in KINDS[1:]:
+        chosen = [run for run in runs if run.kind == kind and run.alarm_step is not None]
+        found = [[lead for lead in _leads(run, thresholds).values() if lead is not None] for run in chosen]
+        leads = [max(one) for one in found if one]
+        how = f"seen before the loss alarm in {len(leads)} of {len(chosen)} runs that had one"
+        value = float(statistics.median(leads)) if leads else None
+        figures.append(Figure("runs", f"{kind}: first warning before the loss alarm", value, "steps", None, how))
+    return figures
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, report.
 
@@ -123,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Does the noise scale rise before the loss?")
     parser.add_argument("--quick", action="store_true", help="short runs, to try it out: the figures mean nothing")
     parser.add_argument("--output", type=Path, help="folder for the runs, the tables and the pictures")
+    parser.add_argument("--figures", type=Path, help="JSON file: how early each kind of fault was seen")
     options = parser.parse_args(arguments)
     size = {"num_steps": 340, "start": 320} if options.quick else {"num_steps": NUM_STEPS, "start": START}
     seeds = dict.fromkeys(KINDS[1:], SEEDS[:1] if options.quick else SEEDS)
@@ -132,8 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context = multiprocessing.get_context("spawn")
     with context.Pool(max(1, min(len(jobs), (os.cpu_count() or 1)))) as pool:
         runs = pool.map(_train, jobs, chunksize=1)
-    report = tables(runs, settled=310 if options.quick else SETTLED)
+    settled = 310 if options.quick else SETTLED
+    report = tables(runs, settled=settled)
     sys.stdout.write(report)
+    if options.figures is not None:
+        write_report(options.figures, lead_figures(runs, settled=settled), is_tiny=options.quick)
     if options.output is not None:
         _write(options.output, runs, report)
     return 0

@@ -46,7 +46,10 @@ class Silent:
     def text(self, tag: str, text: str, step: int) -> None:
         """Drop the text."""
 
-    def charts(self, charts: dict[str, list[str]]) -> None:
+    def arguments(self, values: Any) -> Any:
+        """Drop the arguments."""
+
+    def charts(self, layout: dict[str, Any]) -> None:
         """Drop the charts."""
 
 

@@ -17,6 +17,8 @@ __all__ = ["Figure", "Samples", "agreement", "busy", "ratio", "ratio_figure", "t
 
 #: Largest relative difference of a ratio between two runs that agree.
 TOLERANCE = 0.05
+#: Seconds after which no further run is begun, for want of two that agree; `--quick` makes them few.
+patience = 600.0
 #: Seconds of every call, by function.
 Samples = dict[str, list[float]]
 
@@ -92,7 +94,7 @@ def until_two_agree(
     Args:
         run: Times everything several times.
         pairs: The ratios that must agree.
-        runs: At most so many runs, at least 2.
+        runs: At most so many runs, at least 2; fewer once `patience` is at its end.
         tolerance: Largest relative difference of a ratio between two runs that agree.
 
     Returns:
@@ -102,9 +104,10 @@ def until_two_agree(
         >>> until_two_agree(lambda: {"a": [3.0], "b": [2.0]}, [("a", "b")])
         ({'a': [3.0, 3.0], 'b': [2.0, 2.0]}, 0.0)
     """
+    start = time.monotonic()
     previous, last = run(), run()
     for _ in range(2, runs):
-        if agreement(previous, last, pairs) <= tolerance:
+        if agreement(previous, last, pairs) <= tolerance or time.monotonic() - start > patience:
             break
         previous, last = last, run()
     together = {name: previous[name] + last[name] for name in last}

@@ -34,13 +34,15 @@ def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def source_files() -> dict[str, Path]:
-    """Path inside a wheel -> path in the tree of everything that belongs to the packages; links are not followed."""
+    """Path inside a wheel -> path in the tree of all that belongs to the packages; no pages, no links."""
     files = {}
     for folder, package in PACKAGES.items():
         for path, folders, names in os.walk(ROOT / folder):
             folders[:] = [name for name in folders if name != "__pycache__"]
             inside = Path(path).relative_to(ROOT / folder)
-            files.update({(package / inside / name).as_posix(): Path(path) / name for name in names})
+            files.update(
+                {(package / inside / name).as_posix(): Path(path) / name for name in names if not name.endswith(".md")}
+            )
     return files
 
 
@@ -99,7 +101,7 @@ def test_metadata(wheel: Path) -> None:
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
     base = {re.split(r"[^\w-]", text)[0] for text in metadata.get_all("Requires-Dist") if "extra ==" not in text}
     assert base == {"torch", "torchmetrics", "jsonargparse", "PyYAML", "rich", "tensorboard"}
-    extras = {"accelerate", "all", "dev", "lightning", "plots", "transformers"}
+    extras = {"accelerate", "all", "dev", "docs", "lightning", "plots", "transformers"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 
