@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import inspect
 import json
+import math
 import numbers
 import platform
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,9 @@ def flat_arguments(callbacks: Sequence[Any], *, world_size: int, host: str) -> d
         start = feature_of(callback) + (f"[{callback.name}]" if callback.name else "")
         for name, value in arguments_of(callback).items():
             if name != "name":
-                row[f"{start}.{name}"] = value if isinstance(value, bool | int | float | str) else _short(value)
+                # A number that is not finite is no number of the table's.
+                fits = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+                row[f"{start}.{name}"] = value if fits else _short(value)
     return row
 
 

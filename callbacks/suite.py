@@ -65,8 +65,7 @@ class Suite:
         self.callbacks = sorted(callbacks, key=lambda callback: (callback.order, callback.state_key))
         self.step = max(callback.next_step(optimizer_index) for callback in callbacks)
         self.late, self.optimizer = LateLog(sink), optimizer
-        self._model, self._optimizer_index = model, optimizer_index
-        self._facts = facts
+        self._model, self._optimizer_index, self._facts = model, optimizer_index, facts
         self._agreement = Agreement(num_callbacks=len(self.callbacks))
         self._failures = Failures(self.callbacks, self._agreement)
         self._meters = StepMeters(self.callbacks)
@@ -191,7 +190,8 @@ class Suite:
         outcome = self._actor.outcome() if self._contexts else None
         for context in self._contexts:
             context.outcome = outcome
-        self.callbacks[0].console.count_step(self._contexts, may_skip=self._actor.may_skip)
+        for callback in self.callbacks[:1]:  # one console serves all
+            callback.console.count_step(self._contexts, may_skip=self._actor.may_skip)
         try:
             self._each("on_step_end")
         finally:

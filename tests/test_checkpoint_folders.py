@@ -267,5 +267,5 @@ def test_after_a_hundred_steps_it_is_told_at_length_again(tmp_path: Path) -> Non
     for step in (10, 10, 109, 110, 150, 20):
         saves.worker.verdicts.append((tmp_path / "a.ckpt", Guard("bad", step=step, reasons=("x",))))
         with pytest.warns(UserWarning, match="BAD CHECKPOINT"):
-            texts += _say(saves, "guard")
+            texts += _say(saves, CheckpointGuardCallback())
     assert [text.startswith("also") for text in texts] == [False, True, True, False, True, False]

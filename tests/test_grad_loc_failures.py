@@ -107,7 +107,7 @@ class Trap:
             owners[-1] = (_fsdp_param_group, "foreach_all_gather", "gathering")
         with contextlib.ExitStack() as stack:
             # They are drawn elsewhere, and take longer than all the rest.
-            stack.enter_context(mock.patch.object(IncidentReports, "_figures", return_value={}))
+            stack.enter_context(mock.patch.object(IncidentReports, "_draw"))
             for owner, name, place in owners:
                 stack.enter_context(mock.patch.object(owner, name, self._failing(getattr(owner, name), place)))
             yield

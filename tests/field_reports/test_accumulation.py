@@ -213,10 +213,10 @@ def test_B088_every_series_and_alarm_has_the_optimizer_step_as_its_axis(tmp_path
     assert len(run.ours()) == 2 * 9 + 7
     assert {tuple(points) for points in run.ours().values()} == {tuple(range(10))}
     losses = {tag: tuple(points) for tag, points in run.scalars.items() if tag.startswith("loss/")}
-    # A deviation and a slope take three losses.
+    # A deviation and a slope take three losses; the band of a deviation is as long as its mean.
     late = {tag for tag in losses if "std" in tag or "slope" in tag}
     assert len(late) == 3
-    assert len(losses) == 3 + 5
+    assert len(losses) == 3 + 7
     assert losses == {tag: tuple(range(2 if tag in late else 0, 10)) for tag in losses}
     assert run.pictures == {"grad_norm/heatmap": [4, 8, 9]}
     # The eighth batch is the second of the fourth step; its chart shows it there.
