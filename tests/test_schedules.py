@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -167,10 +168,13 @@ def test_a_million_steps_take_no_time(name: str, num_groups: int) -> None:
     optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in parameters], lr=0.1, momentum=0.9)
     scheduler = SCHEDULERS[name](optimizer)
     durations = []
-    for _ in range(3):  # the machine may be busy
+    for _ in range(10):  # the machine may be busy
         start = time.perf_counter()
-        assert peek(scheduler, num_steps=1_000_000).num_steps == 1_000_000
-        durations.append(time.perf_counter() - start)
+        with contextlib.suppress(ValueError):  # it has been interrupted for so long that it has given up
+            assert peek(scheduler, num_steps=1_000_000).num_steps == 1_000_000
+            durations.append(time.perf_counter() - start)
+        if len(durations) == 3:
+            break
     assert min(durations) < 0.05
 
 
