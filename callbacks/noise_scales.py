@@ -62,7 +62,8 @@ class NoiseScales:
             big: Squares of the step's norms, shape (selected,).
             valid: Whether it is a step like others, shape (), bool.
         """
-        valid = valid & parts.is_known & ~self._is_spike(small.sum().sqrt(), valid=valid & parts.is_known)
+        valid = valid & parts.is_known
+        valid = valid & ~self._is_spike(small.sum().sqrt(), valid=valid)
         spreads = parts.spreads()
         is_told = valid & torch.isfinite(spreads).all()
         before = self._means
@@ -101,7 +102,8 @@ class NoiseScales:
             )
             return
         self._scales.load_state_dict(state["scales"])
-        self._usual.load_state_dict(state["usual"])
+        if "usual" in state:  # not in checkpoints of before: what is usual is then learned anew
+            self._usual.load_state_dict(state["usual"])
         self._means = state["means"].to(self._means)
 
     def _is_spike(self, norm: Tensor, *, valid: Tensor) -> Tensor:
