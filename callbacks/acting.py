@@ -186,6 +186,8 @@ class Actor:
         """What has become of the step, now that the optimizer has moved or not."""
         assert self._plan is not None
         overflowed = self.is_bad if self._is_scaled else torch.zeros_like(self.is_bad)
+        if self._plan.skip is None:
+            return StepOutcome(skipped=torch.zeros_like(overflowed), overflowed=overflowed)
         return StepOutcome(skipped=self._skip_flag(self._plan) & ~overflowed, overflowed=overflowed)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:

@@ -115,10 +115,11 @@ class GradNormCallback(StabilizerCallback):
         store, step = context.store, context.step
         if step % self.every_n_steps == 0:
             context.log(tags.GRAD_NORM_TOTAL, store.total_norm, show=self.progress_bar)
-            context.log(tags.GRAD_NORM_NONFINITE, store.nonfinite.sum())
+            nonfinite = store.nonfinite
+            context.log(tags.GRAD_NORM_NONFINITE, nonfinite.sum())
             if not context.is_scaled and not self._has_warned and not self._is_told_by_others():
                 names = store.layer_names
-                context.later(store.nonfinite, lambda step, flags: self._warn_nonfinite(step, flags, names))
+                context.later(nonfinite, lambda step, flags: self._warn_nonfinite(step, flags, names))
         if _is_due(step, self.layer_every_n_steps):
             context.log_layers(tags.GRAD_NORM_LAYER, store.norms)
         if _is_due(step, self.max_abs_every_n_steps):

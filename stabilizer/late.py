@@ -53,11 +53,12 @@ class HostCopy:
 
     Args:
         tensor: On any device; a later change of it does not reach the copy.
+        is_own: Whether nobody else has the tensor: on a CPU it is its own copy then.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_own: bool = False) -> None:
         if tensor.device.type == "cpu":
-            self._copy, self._event = tensor.clone(), None
+            self._copy, self._event = tensor if is_own else tensor.clone(), None
         else:
             # The destination of a copy that does not block is pinned memory, which torch keeps for the next one.
             module = torch.get_device_module(tensor.device)
@@ -216,7 +217,7 @@ class LateLog:
         devices = [value.device for value in self._values]
         device = next((device for device in devices if device.type != "cpu"), devices[0])
         packed = torch.cat([value.to(device, non_blocking=True) for value in self._values])
-        self._rows.append(_Row(step, self._parts, HostCopy(packed)))
+        self._rows.append(_Row(step, self._parts, HostCopy(packed, is_own=True)))
         self._parts, self._values = [], []
 
     def drain(self, *, before: int | None = None, wait: bool = False, after_exception: bool = False) -> None:

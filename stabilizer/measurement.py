@@ -143,7 +143,8 @@ class Measurer:
         tensors = self._local_tensors()
         is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
         local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
-        if self._index.is_replicated and self._host_sees_nonfinite(local):
+        sees_nonfinite = self._index.is_replicated and self._host_sees_nonfinite(local)
+        if sees_nonfinite:
             # Without a collective: every rank holds whole gradients, and only some may see this.
             is_exact, local = True, self._guarded(self._wide_statistics, tensors)
         flags = self._no_flags if flags is None else flags.to(self._dtype)
@@ -154,10 +155,13 @@ class Measurer:
         total, summed, difference = self._packer.reduce(local, (own, sums), is_exact=is_exact, compared=compared)
         flags, failed, sums = summed.split([flags.numel(), 1, sums.numel()])
         if not self._index.is_replicated and self._host_sees_nonfinite(total):
-            is_exact = True
+            is_exact = sees_nonfinite = True
             local = self._guarded(self._wide_statistics, tensors)
             total, *_ = self._packer.reduce(local, (own, sums[:0]), is_exact=True, compared=None)
-        is_bad = ~torch.isfinite(total.squares + total.maxima).all() & (failed[0] == 0)
+        if self._device.type == "cpu" and not sees_nonfinite:  # the host has looked
+            is_bad = torch.zeros((), dtype=torch.bool)
+        else:
+            is_bad = ~torch.isfinite(total.squares + total.maxima).all() & (failed[0] == 0)
         squares, maxima = total.squares, total.maxima
         if grad_scale is not None:
             inverse = grad_scale.detach().to(self._device).to(self._dtype).reciprocal()

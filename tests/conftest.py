@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import launcher
 from tests.processes import MARK, kill_all, left_over
+from tests.turns import turn
 
 #: A reader's own modules, which the pages of the documentation import by their names there.
 collect_ignore = ["docs_modules"]
 
 
+#: Folder where the processes that run tests take turns.
+_TURNS = "STABILIZER_TEST_TURNS"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Mark every process that this one will start, however far down."""
     os.environ[MARK] = uuid.uuid4().hex
+    if not hasattr(config, "workerinput"):
+        os.environ[_TURNS] = tempfile.mkdtemp(prefix="turns-")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the workers."""
     launcher.shutdown()
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(_TURNS), ignore_errors=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -39,6 +51,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_testnodedown(node: Any) -> None:
     """Take what a process that runs tests hands on."""
     launcher.crashes.extend(getattr(node, "workeroutput", {}).get("crashes", []))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test that measures time run alone; the first of all wrappers, so that no time limit counts the wait."""
+    if _TURNS not in os.environ:
+        return (yield)
+    with turn(Path(os.environ[_TURNS]), is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

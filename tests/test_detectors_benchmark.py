@@ -106,6 +106,7 @@ def test_the_detectors_meet_their_targets() -> None:
     assert detectors.misses(measure(detectors.Ours, Setting())) == []
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_loss_costs_less_than_20_microseconds() -> None:
     losses = (2.5 + 0.05 * np.random.default_rng(0).standard_normal(20_000)).tolist()

@@ -183,6 +183,7 @@ def test_a_budget_that_ends_is_said(tmp_path: Path) -> None:
     assert set(units_of(incident)) < set(FAULTS[1].bad)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_long_rows_and_what_it_costs(tmp_path: Path) -> None:
     """4 micro-batches of 4 x 512 tokens: the passes do not grow, and the search takes less than a step."""

@@ -7,6 +7,8 @@ import statistics
 import subprocess
 import sys
 
+import pytest
+
 from tests.environments import ROOT
 
 #: Loaded on first use only. torch itself loads torch.distributed, but not these.
@@ -52,6 +54,7 @@ def test_only_torch_is_loaded() -> None:
     assert [name for name in new if name.startswith(LAZY)] == []
 
 
+@pytest.mark.alone
 def test_import_costs_little_beside_torch() -> None:
     runs = [_import() for _ in range(3)]
     # Both are timed in one process, so that a busy machine slows both.

@@ -161,6 +161,7 @@ def test_a_callable_object_of_the_user_is_not_called() -> None:
     assert warmup.num_calls == before > 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_groups", [1, 60])
 @pytest.mark.parametrize("name", ["lambda", "sequential", "cosine", "restarts", "nested", "chained"])
 def test_a_million_steps_take_no_time(name: str, num_groups: int) -> None:

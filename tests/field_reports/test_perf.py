@@ -57,6 +57,7 @@ def measure_many(rank: int, world_size: int, counts: tuple[int, int]) -> dict[st
     }
 
 
+@pytest.mark.alone
 def test_B109_time_grows_no_faster_than_the_number_of_parameters() -> None:
     for result in run_distributed(measure_many, (200, 800)):
         assert result["calls"] == {200: {"c10d.allreduce_.default": 1}, 800: {"c10d.allreduce_.default": 1}}
@@ -111,12 +112,13 @@ class Clock(pl.Callback):
         return statistics.median(end - start for start, end in itertools.pairwise(times))
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval")
 def test_B122_all_defaults_cost_less_than_a_third_of_a_tiny_step(tmp_path: Path) -> None:
     def median(callbacks: list[Any], version: str) -> float:
         clock = Clock()
-        fit(TinyRecurrent(), tmp_path, version=version, callbacks=[*callbacks, clock], max_steps=80)
+        fit(TinyRecurrent(), tmp_path, version=version, callbacks=[*callbacks, clock], max_steps=200)
         return clock.median()
 
     ratios: list[float] = []
@@ -125,7 +127,7 @@ def test_B122_all_defaults_cost_less_than_a_third_of_a_tiny_step(tmp_path: Path)
         with_all = median([GradNormCallback()], f"with{len(ratios)}")
         ratios.append(with_all / median([], f"without{len(ratios)}"))
     assert min(ratios) < 1.3, ratios
-    assert len(read_run(tmp_path / "with0").scalars["grad_norm/total"]) == 80
+    assert len(read_run(tmp_path / "with0").scalars["grad_norm/total"]) == 200
 
 
 @pytest.mark.usefixtures("one_thread")
