@@ -109,6 +109,23 @@ def test_a_spike_leaves_what_is_known_as_it_was_and_a_level_that_lasts_is_taken(
     assert readings[159]["num_steps"] == 110 - num_spikes + 18
 
 
+def without(state: Any, key: str) -> Any:
+    """A state as it was before a key of it was known."""
+    if isinstance(state, dict):
+        return {name: without(value, key) for name, value in state.items() if name != key}
+    return state
+
+
+def test_a_checkpoint_of_before_spikes_were_known_is_taken() -> None:
+    state, [found], _ = run(GradNoiseScaleCallback())
+    old = without(state, "usual")
+    assert differences(old, state) != []
+    _, [resumed], _ = run(GradNoiseScaleCallback(), load=old, steps=range(4, 8))
+    _, [whole], _ = run(GradNoiseScaleCallback(), steps=range(8))
+    assert found["num_steps"] == 4
+    assert differences(resumed, whole) == []
+
+
 def test_what_was_known_at_the_end_can_be_read_after_it() -> None:
     callback = GradNoiseScaleCallback(per_layer=True)
     assert callback.reading() == {}
