@@ -11,7 +11,7 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.utils import clip_grad_norm_  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.one_process import Silent, gpt2  # noqa: E402
 from benchmarks.processes import run_fresh  # noqa: E402
 from benchmarks.timing import Figure, Samples, agreement, ratio_figure, until_two_agree  # noqa: E402
@@ -36,7 +36,6 @@ from stabilizer.callbacks.suite import Suite  # noqa: E402
 
 __all__ = ["ROWS", "ClipTimer", "main", "one_process", "two_processes"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "clipping.json"
 TITLE = "What clipping by layer and by the total costs"
 _QUIET, _CLIPPED = ("quiet", "quiet_torch"), ("clipped", "clipped_torch")
 #: Steps between two spikes: more spikes than 14 % would be taken for the new level.
@@ -160,18 +159,7 @@ def two_processes(*, tiny: bool = False) -> list[Figure]:
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"one_process": one_process, "two_processes": two_processes}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write.
-
-    Args:
-        arguments: Of the command line.
-
-    Returns:
-        Exit status: 1 if `--check` was given and a target is missed, else 0.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="clipping")
 
 
 def _sharded(rank: int, tiny: bool) -> Samples:

@@ -16,7 +16,31 @@ from benchmarks import timing
 from benchmarks.reports import number, write_report
 from benchmarks.timing import Figure, busy
 
-__all__ = ["run"]
+__all__ = ["command_line", "run"]
+
+
+#: Where all rows of a benchmark at full size are written.
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def command_line(
+    rows: Mapping[str, Callable[..., list[Figure]]], *, title: str, name: str
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a benchmark.
+
+    Args:
+        rows: As of `run`.
+        title: Of the table.
+        name: Of the benchmark's file of results.
+
+    Returns:
+        Takes arguments in the place of the command line's; gives the exit status.
+    """
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        return run(rows, title=title, results=RESULTS / f"{name}.json", arguments=arguments)
+
+    return main
 
 
 def run(

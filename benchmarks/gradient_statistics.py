@@ -8,7 +8,7 @@ python benchmarks/gradient_statistics.py statistics import   # some rows
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,7 +16,7 @@ if not __package__:
     # Run as a file, Python looks for modules beside it and not in the project.
     sys.path[0] = str(ROOT)
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.gpu import gpu_rows  # noqa: E402
 from benchmarks.one_process import import_time, statistics_of_a_step  # noqa: E402
 from benchmarks.timing import Figure  # noqa: E402
@@ -29,19 +29,7 @@ ROWS: dict[str, Callable[..., list[Figure]]] = {
     "gpu": gpu_rows,
     "steps": steps,
 }
-RESULTS = ROOT / "benchmarks" / "results" / "gradient_statistics.json"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write.
-
-    Args:
-        arguments: Of the command line.
-
-    Returns:
-        Exit status: 1 if `--check` was given and a target is missed, else 0.
-    """
-    return run(ROWS, title="What gradient statistics cost", results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title="What gradient statistics cost", name="gradient_statistics")
 
 
 if __name__ == "__main__":

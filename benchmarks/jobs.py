@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.limited import run_limited
 from benchmarks.reports import figures_of
 from benchmarks.timing import Figure
 
@@ -119,25 +117,11 @@ def run_job(job: Job, results: Path, *, tiny: bool = False, quick: bool = False)
 def _run(command: Sequence[str], *, seconds: float) -> str | None:
     """What went wrong; `None` if nothing did."""
     environment = {"STABILIZER_PREFLIGHT": "0", "STABILIZER_SUMMARY": "0", **os.environ}
-    # A session of its own: the processes that a benchmark starts are ended with it.
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            _, told = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return f"not ready after {seconds:g} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode == 0:
+    try:
+        done = run_limited(command, cwd=ROOT, environment=environment, seconds=seconds)
+    except TimeoutError as error:
+        return str(error)
+    if done.returncode == 0:
         return None
-    last = next((line for line in reversed(told.splitlines()) if line.strip()), "nothing was told")
-    return f"exit status {process.returncode}: {last.strip()}"
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing was told")
+    return f"exit status {done.returncode}: {last.strip()}"

@@ -8,7 +8,7 @@ python benchmarks/localize.py --check   # exit status 1 if a target is missed
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,7 +16,7 @@ if not __package__:
     # Run as a file, Python looks for modules beside it and not in the project.
     sys.path[0] = str(ROOT)
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.localize_dormant import dormant, exchanged  # noqa: E402
 from benchmarks.localize_growth import growth  # noqa: E402
 from benchmarks.localize_search import ddp, fsdp2  # noqa: E402
@@ -24,7 +24,6 @@ from benchmarks.timing import Figure  # noqa: E402
 
 __all__ = ["ROWS", "main"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "localize.json"
 TITLE = "What finding the tokens behind a spike costs"
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {
@@ -34,18 +33,7 @@ ROWS: dict[str, Callable[..., list[Figure]]] = {
     "exchanged": exchanged,
     "growth": growth,
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write.
-
-    Args:
-        arguments: Of the command line.
-
-    Returns:
-        Exit status: 1 if `--check` was given and a target is missed, else 0.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="localize")
 
 
 if __name__ == "__main__":

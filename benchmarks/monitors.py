@@ -25,7 +25,7 @@ if not __package__:
 
 import torch  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.timing import Figure  # noqa: E402
 from stabilizer.callbacks import (  # noqa: E402
     CheckpointGuardCallback,
@@ -44,7 +44,6 @@ from stabilizer.examples.recipe import make_loader, make_optimizer, next_byte_lo
 
 __all__ = ["ROWS", "main", "monitors"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "monitors.json"
 TITLE = "What the callbacks that watch add to a quiet step"
 #: Steps before anything is timed, and steps of one round: a whole number of every interval.
 _WARMUP_STEPS, _ROUND = 200, 100
@@ -215,18 +214,7 @@ def _mean(training: Training, num_steps: int) -> float:
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"monitors": monitors}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: In the place of the command line's.
-
-    Returns:
-        Exit status.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="monitors")
 
 
 if __name__ == "__main__":

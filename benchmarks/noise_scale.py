@@ -23,14 +23,13 @@ if not __package__:
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.one_process import gpt2  # noqa: E402
-from benchmarks.timing import Figure, Samples, time_in_turn  # noqa: E402
+from benchmarks.timing import Figure, Samples, threads, time_in_turn  # noqa: E402
 from stabilizer.callbacks import GradNoiseScaleCallback, GradNormCallback, StabilizerCallback, attach  # noqa: E402
 
 __all__ = ["ROWS", "Bare", "main", "one_process"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "noise_scale.json"
 TITLE = "What the noise scale costs a step"
 #: Of one `_foreach_norm`: on, and at the steps between.
 TARGETS = {"on": 1.2, "between": 0.05}
@@ -136,31 +135,19 @@ def _added(samples: Samples, name: str, without: str, what: str, how: str) -> Fi
         "smallest_seconds": smallest,
         "ratio_of_smallest": (smallest[name] - smallest[without]) / smallest["foreach_norm"],
     }
-    threads = torch.get_num_threads()
     return Figure(
         "one process",
         f"what is added by {what} / torch._foreach_norm",
         added / norm,
         "times",
         TARGETS.get(name),
-        f"{how}, medians of n={len(differences)}, {threads} thread{'s' if threads > 1 else ''}",
+        f"{how}, medians of n={len(differences)}, {threads()}",
         details,
     )
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"one process": one_process}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: In the place of the command line's.
-
-    Returns:
-        Exit status.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="noise_scale")
 
 
 if __name__ == "__main__":

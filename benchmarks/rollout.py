@@ -19,13 +19,12 @@ if not __package__:
 
 import torch  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
-from benchmarks.timing import Figure, time_in_turn  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
+from benchmarks.timing import Figure, threads, time_in_turn  # noqa: E402
 from stabilizer import rollout  # noqa: E402
 
 __all__ = ["ROWS", "main", "one_process"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "rollout.json"
 TITLE = "What importance ratios cost"
 #: Of one softmax, for all of it together.
 TARGET = 0.05
@@ -68,7 +67,6 @@ def one_process(*, tiny: bool = False) -> list[Figure]:
     # Of the same round: what else the machine does is shared.
     medians = {name: statistics.median(values) for name, values in samples.items()}
     smallest = {name: min(values) for name, values in samples.items()}
-    threads = torch.get_num_threads()
     what = {
         "everything": "log-ratios, raw statistics, TokenClip and SeqClip",
         "statistics": "raw statistics alone",
@@ -82,7 +80,7 @@ def one_process(*, tiny: bool = False) -> list[Figure]:
             "ratio",
             TARGET if name == "everything" else None,
             f"{train.numel()} tokens, softmax of {piece} times {pieces:.1f}, medians of n={len(samples[name])}, "
-            f"{threads} thread{'s' if threads > 1 else ''}",
+            f"{threads()}",
             {
                 "median_seconds": medians,
                 "smallest_seconds": smallest,
@@ -94,18 +92,7 @@ def one_process(*, tiny: bool = False) -> list[Figure]:
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"one process": one_process}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: In the place of the command line's.
-
-    Returns:
-        Exit status.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="rollout")
 
 
 if __name__ == "__main__":

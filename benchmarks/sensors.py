@@ -24,8 +24,8 @@ if not __package__:
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
-from benchmarks.timing import Figure, Samples, ratio_figure, until_two_agree  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
+from benchmarks.timing import Figure, Samples, ratio_figure, threads, until_two_agree  # noqa: E402
 from stabilizer.examples.gpt import GPT  # noqa: E402
 from stabilizer.examples.recipe import make_loader, make_optimizer, next_byte_loss  # noqa: E402
 from stabilizer.parameters import ParameterIndex  # noqa: E402
@@ -33,7 +33,6 @@ from stabilizer.sensors import Sensors  # noqa: E402
 
 __all__ = ["ROWS", "main", "one_process"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "sensors.json"
 TITLE = "What local norms cost a training step"
 TARGET = 1.005
 _PAIR = ("with", "without")
@@ -132,24 +131,13 @@ def _added(model: nn.Module, step_seconds: float, *, tiny: bool) -> Figure:
     )
     added = statistics.median(samples["with"]) - statistics.median(samples["without"])
     value = 100 * added / step_seconds
-    how = f"difference of two bare backward passes, n={len(samples['with'])}, {torch.get_num_threads()} thread(s)"
+    how = f"difference of two bare backward passes, n={len(samples['with'])}, {threads()}"
     details = {"added_seconds": added, "step_seconds": step_seconds, "runs_apart": apart}
     return Figure("one process", "what sensors add, in percent of a step", value, "%", 100 * (TARGET - 1), how, details)
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"one process": one_process}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: In the place of the command line's.
-
-    Returns:
-        Exit status.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="sensors")
 
 
 if __name__ == "__main__":

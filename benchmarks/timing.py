@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Figure", "Samples", "agreement", "busy", "ratio", "ratio_figure", "time_in_turn", "until_two_agree"]
+__all__ = [
+    "Figure",
+    "Samples",
+    "agreement",
+    "busy",
+    "ratio",
+    "ratio_figure",
+    "threads",
+    "time_in_turn",
+    "until_two_agree",
+]
 
 #: Largest relative difference of a ratio between two runs that agree.
 TOLERANCE = 0.05
@@ -172,10 +182,23 @@ def ratio_figure(
         "ratio_of_smallest": min(samples[pair[0]]) / min(samples[pair[1]]),
         "runs_apart": apart,
     }
-    threads = torch.get_num_threads() if num_threads is None else num_threads
-    numbers = f"n={len(samples[pair[0]])}, {threads} thread{'s' if threads > 1 else ''}"
+    numbers = f"n={len(samples[pair[0]])}, {threads(num_threads)}"
     doubt = "" if apart is None or apart <= TOLERANCE else f"; two runs differ by {apart:.0%}"
     return Figure(row, what, ratio(samples, pair), "ratio", target, f"{how}, {numbers}{doubt}", details)
+
+
+def threads(num_threads: int | None = None) -> str:
+    """How many threads a process computes with, in words.
+
+    Args:
+        num_threads: Default those of this process.
+
+    Example:
+        >>> threads(1), threads(2)
+        ('1 thread', '2 threads')
+    """
+    num_threads = torch.get_num_threads() if num_threads is None else num_threads
+    return f"{num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
 def busy() -> str | None:

@@ -22,7 +22,7 @@ if not __package__:
 
 import torch  # noqa: E402
 
-from benchmarks.command import run  # noqa: E402
+from benchmarks.command import command_line  # noqa: E402
 from benchmarks.timing import Figure, Samples, ratio_figure  # noqa: E402
 from stabilizer.callbacks import (  # noqa: E402
     RolloutMismatchCallback,
@@ -33,7 +33,6 @@ from stabilizer.callbacks import (  # noqa: E402
 
 __all__ = ["ROWS", "main", "trainer"]
 
-RESULTS = ROOT / "benchmarks" / "results" / "trainer.json"
 TITLE = "What the callbacks cost a trainer's step"
 _WARMUP_STEPS = 3
 
@@ -141,18 +140,7 @@ def trainer(*, tiny: bool = False) -> list[Figure]:
 
 
 ROWS: dict[str, Callable[..., list[Figure]]] = {"trainer": trainer}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: In the place of the command line's.
-
-    Returns:
-        Exit status.
-    """
-    return run(ROWS, title=TITLE, results=RESULTS, arguments=arguments)
+main = command_line(ROWS, title=TITLE, name="trainer")
 
 
 if __name__ == "__main__":

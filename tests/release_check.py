@@ -12,7 +12,6 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -27,6 +26,7 @@ from packaging.metadata import Metadata
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
+from benchmarks.limited import run_limited
 from tests.environments import ROOT, copy_tree
 from tests.release_program import Failed, quick_start
 
@@ -145,26 +145,14 @@ class Steps:
         # Neither the tree nor the environment that this runs in may serve what is installed.
         settings = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
         settings |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            list(map(str, command)),
-            cwd=cwd,
-            env=settings,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                output, _ = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                raise Failed(f"{' '.join(map(str, command))}: not ready after {seconds:g} s") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            raise Failed(f"{' '.join(map(str, command))}: exit status {process.returncode}\n{output[-3000:]}")
-        return output
+        shown = " ".join(map(str, command))
+        try:
+            done = run_limited(command, cwd=cwd, environment=settings, seconds=seconds)
+        except TimeoutError as error:
+            raise Failed(f"{shown}: {error}") from None
+        if done.returncode:
+            raise Failed(f"{shown}: exit status {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
+        return done.stdout
 
 
 def _check_build(steps: Steps, version: str) -> list[Path]:

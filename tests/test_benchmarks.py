@@ -96,11 +96,11 @@ def test_check_fails_only_for_a_missed_target(
 def test_all_rows_at_full_size_replace_the_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for row in gradient_statistics.ROWS:
         monkeypatch.setitem(gradient_statistics.ROWS, row, lambda *, tiny, row=row: [])
-    monkeypatch.setattr(gradient_statistics, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr("benchmarks.command.RESULTS", tmp_path)
     gradient_statistics.main(["--tiny"])
-    assert not (tmp_path / "results.json").exists(), "tiny figures mean nothing"
+    assert not (tmp_path / "gradient_statistics.json").exists(), "tiny figures mean nothing"
     gradient_statistics.main([])
-    assert (tmp_path / "results.json").exists()
+    assert (tmp_path / "gradient_statistics.json").exists()
 
 
 def test_unknown_row_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +151,7 @@ def test_everybody_is_timed_in_every_round() -> None:
 def test_examples_of_timing() -> None:
     results = doctest.testmod(timing, optionflags=doctest.ELLIPSIS)
     assert results.failed == 0
-    assert results.attempted == 3
+    assert results.attempted == 4
 
 
 class TestGpuRowsOnCpu:
@@ -210,8 +210,8 @@ def test_fresh_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str])
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("row", ["statistics", "first_step", "import"])
 def test_targets_are_met(row: str, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, row, "--check", "--output", str(tmp_path / "results.json")]
+    command = [sys.executable, SCRIPT, row, "--check", "--output", str(tmp_path / "gradient_statistics.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "results.json").read_text())["figures"]
+    figures = json.loads((tmp_path / "gradient_statistics.json").read_text())["figures"]
     assert any(figure["is_met"] for figure in figures), "nothing was checked"

@@ -73,11 +73,11 @@ class TestBenchmark:
     def test_all_rows_at_full_size_replace_the_results(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for row in clipping.ROWS:
             monkeypatch.setitem(clipping.ROWS, row, lambda *, tiny: [])
-        monkeypatch.setattr(clipping, "RESULTS", tmp_path / "results.json")
+        monkeypatch.setattr("benchmarks.command.RESULTS", tmp_path)
         clipping.main(["--tiny"])
-        assert not (tmp_path / "results.json").exists(), "tiny figures mean nothing"
+        assert not (tmp_path / "clipping.json").exists(), "tiny figures mean nothing"
         clipping.main([])
-        assert (tmp_path / "results.json").exists()
+        assert (tmp_path / "clipping.json").exists()
 
     def test_unknown_row_is_named(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
@@ -106,7 +106,7 @@ class TestBenchmark:
     @pytest.mark.slow
     @pytest.mark.timeout(1500)
     def test_targets_are_met_in_one_process(self, tmp_path: Path) -> None:
-        output = ["--output", str(tmp_path / "results.json")]
+        output = ["--output", str(tmp_path / "clipping.json")]
         command = [sys.executable, "benchmarks/clipping.py", "one_process", "--check", *output]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
         assert done.returncode == 0, done.stdout + done.stderr
