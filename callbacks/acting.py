@@ -50,10 +50,9 @@ class Actor:
         self._localizes = any(callback.localizes for callback in callbacks)
         self._measures_squares = any(callback.norm_type == 2 for callback in callbacks)
         self._intervals = {interval for callback in callbacks for interval in callback.after_every_n_steps}
-        is_active = self._acts or self.may_skip or self._may_stop or self._names_nonfinite or self._localizes
-        is_active = is_active or self._lowers_lr
+        asks = (self._acts, self.may_skip, self._may_stop, self._names_nonfinite, self._localizes, self._lowers_lr)
         self._rates = LearningRates()
-        self._agrees = is_active and world_size() > 1
+        self._agrees = any(asks) and world_size() > 1
         self._model: nn.Module | None = model
         self._reports = NonfiniteReports(callbacks[0])
         self._watch: BackwardWatch | None = None
@@ -185,10 +184,9 @@ class Actor:
     def outcome(self) -> StepOutcome:
         """What has become of the step, now that the optimizer has moved or not."""
         assert self._plan is not None
-        overflowed = self.is_bad if self._is_scaled else torch.zeros_like(self.is_bad)
-        if self._plan.skip is None:
-            return StepOutcome(skipped=torch.zeros_like(overflowed), overflowed=overflowed)
-        return StepOutcome(skipped=self._skip_flag(self._plan) & ~overflowed, overflowed=overflowed)
+        none = torch.zeros_like(self.is_bad)
+        overflowed = self.is_bad if self._is_scaled else none
+        return StepOutcome(none if self._plan.skip is None else self._plan.skip & ~overflowed, overflowed)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Let go of a step, done or not.
