@@ -207,6 +207,7 @@ def test_fresh_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("row", ["statistics", "first_step", "import"])
 def test_targets_are_met(row: str, tmp_path: Path) -> None:

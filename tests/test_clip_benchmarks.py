@@ -104,6 +104,7 @@ class TestBenchmark:
             timer.time(rounds=1)
 
     @pytest.mark.slow
+    @pytest.mark.alone
     @pytest.mark.timeout(1500)
     def test_targets_are_met_in_one_process(self, tmp_path: Path) -> None:
         output = ["--output", str(tmp_path / "clipping.json")]

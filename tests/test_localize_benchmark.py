@@ -159,6 +159,7 @@ def test_check_fails_for_a_missed_target(monkeypatch: pytest.MonkeyPatch, value:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.timeout(1500)
 def test_targets_are_met_beside_the_published_search(tmp_path: Path) -> None:
     output = ["--output", str(tmp_path / "results.json")]

@@ -28,5 +28,6 @@ def test_a_target_that_is_missed_is_an_error(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_it_costs_less_than_a_twentieth_of_a_softmax(tmp_path: Path) -> None:
     assert rollout.main(["--check", "--output", str(tmp_path / "results.json")]) == 0
