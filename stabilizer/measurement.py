@@ -143,7 +143,7 @@ class Measurer:
         tensors = self._local_tensors()
         is_exact = any(step % interval == 0 for interval in self._max_abs_intervals)
         local = self._guarded(self._exact_statistics if is_exact else self._quiet_statistics, tensors)
-        sees_nonfinite = self._index.is_replicated and self._host_sees_nonfinite(local)
+        sees_nonfinite = self._host_sees_nonfinite(local) if self._index.is_replicated else None
         if sees_nonfinite:
             # Without a collective: every rank holds whole gradients, and only some may see this.
             is_exact, local = True, self._guarded(self._wide_statistics, tensors)
@@ -154,12 +154,14 @@ class Measurer:
         own = torch.cat([flags, failed])
         total, summed, difference = self._packer.reduce(local, (own, sums), is_exact=is_exact, compared=compared)
         flags, failed, sums = summed.split([flags.numel(), 1, sums.numel()])
-        if not self._index.is_replicated and self._host_sees_nonfinite(total):
-            is_exact = sees_nonfinite = True
+        if not self._index.is_replicated:
+            sees_nonfinite = self._host_sees_nonfinite(total)
+        if sees_nonfinite and not self._index.is_replicated:
+            is_exact = True
             local = self._guarded(self._wide_statistics, tensors)
             total, *_ = self._packer.reduce(local, (own, sums[:0]), is_exact=True, compared=None)
-        if self._device.type == "cpu" and not sees_nonfinite:  # the host has looked
-            is_bad = torch.zeros((), dtype=torch.bool)
+        if sees_nonfinite is False:
+            is_bad = torch.zeros((), dtype=torch.bool, device=self._device)
         else:
             is_bad = ~torch.isfinite(total.squares + total.maxima).all() & (failed[0] == 0)
         squares, maxima = total.squares, total.maxima
@@ -224,9 +226,9 @@ class Measurer:
         whole = [tensors[position] for position in self._whole_positions]
         return norms(whole, device=self._device).to(self._dtype)
 
-    def _host_sees_nonfinite(self, total: Statistics) -> bool:
-        """Whether a norm is not finite, where reading that costs no wait; reduced numbers, so all ranks agree."""
-        return self._device.type == "cpu" and not bool(torch.isfinite(total.squares + total.maxima).all())
+    def _host_sees_nonfinite(self, total: Statistics) -> bool | None:
+        """Whether a norm is not finite; `None` where the host would wait. Reduced numbers, so all ranks agree."""
+        return None if self._device.type != "cpu" else not bool(torch.isfinite(total.squares + total.maxima).all())
 
     def _local_tensors(self) -> list[Tensor | None]:
         tensors: list[Tensor | None]

@@ -6,12 +6,13 @@ with Session(["demo", "--steps", "4"], cwd=folder) as session:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -46,16 +47,17 @@ class Session:
         env = {key: value for key, value in os.environ.items() if key not in hidden}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
         env.update(OMP_NUM_THREADS="1", COLUMNS="200")
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=cwd,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-        )
+        with _interrupts():
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=cwd,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+            )
 
     def finish(self, timeout: float = 240.0) -> tuple[int, str, str]:
         """Wait for the end: status, standard output, standard error."""
@@ -103,6 +105,18 @@ class Session:
     ) -> None:
         self.kill()
         self.process.communicate()
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """Let a program hear Ctrl-C, though a shell has started these tests in the background, where it is ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def noise(err: str) -> list[str]:

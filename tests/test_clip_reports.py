@@ -62,7 +62,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Actor, "begin", begin_there)
     monkeypatch.setattr(SkipCounter, "__init__", make_there)
-    monkeypatch.setattr(measurement.Measurer, "_host_sees_nonfinite", lambda *_: False)
+    monkeypatch.setattr(measurement.Measurer, "_host_sees_nonfinite", lambda *_: None)
 
 
 @pytest.mark.usefixtures("accelerator")
