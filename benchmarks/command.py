@@ -18,7 +18,6 @@ from benchmarks.timing import Figure, busy
 
 __all__ = ["command_line", "run"]
 
-
 #: Where all rows of a benchmark at full size are written.
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -156,10 +156,10 @@ class Measurer:
         flags, failed, sums = summed.split([flags.numel(), 1, sums.numel()])
         if not self._index.is_replicated:
             sees_nonfinite = self._host_sees_nonfinite(total)
-        if sees_nonfinite and not self._index.is_replicated:
-            is_exact = True
-            local = self._guarded(self._wide_statistics, tensors)
-            total, *_ = self._packer.reduce(local, (own, sums[:0]), is_exact=True, compared=None)
+            if sees_nonfinite:
+                is_exact = True
+                local = self._guarded(self._wide_statistics, tensors)
+                total, *_ = self._packer.reduce(local, (own, sums[:0]), is_exact=True, compared=None)
         if sees_nonfinite is False:
             is_bad = torch.zeros((), dtype=torch.bool, device=self._device)
         else:

@@ -136,30 +136,27 @@ def _map(
 
     `real` makes a complex tensor real: its parts for sums of squares, its absolute values for what looks at elements.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    dense: list[Tensor | None] = []
+    groups: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for position, tensor in enumerate(tensors):
         if tensor is not None and tensor.layout != torch.strided:
             # Repeated rows of a sparse embedding gradient count with their sum; nothing is made dense.
             tensor = tensor.coalesce().values()
         if tensor is not None and tensor.is_complex():
             tensor = real(tensor)
-        dense.append(tensor)
         if tensor is not None and tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(position)
-    is_whole = len(groups) == 1 and sum(map(len, groups.values())) == len(dense)
-    if is_whole and next(iter(groups))[0] == device:  # nearly always, and every operator saved is time on small models
-        return torch.stack(list(function([tensor for tensor in dense if tensor is not None])))
-    results: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)] * len(dense)
-    for (group_device, _), positions in groups.items():
-        group = [tensor for position in positions if (tensor := dense[position]) is not None]
-        values = function(group)
+            groups.setdefault((tensor.device, tensor.dtype), {})[position] = tensor
+    results: dict[int, Tensor] = {}
+    for (group_device, _), group in groups.items():
+        values = function(list(group.values()))
         if group_device != device:
             # Only a copy to a device waits for itself: the host would read before one from a device is done.
             values = torch.stack(list(values)).to(device, non_blocking=device.type != "cpu").unbind()
-        for position, value in zip(positions, values, strict=True):
-            results[position] = value
-    return torch.stack(results) if results else torch.zeros(0, dtype=dtype, device=device)
+        results.update(zip(group, values, strict=True))
+    if len(results) < len(tensors):  # seldom, and every operator less is time on small models
+        neutral = torch.zeros((), dtype=dtype, device=device)
+        results = {position: results.get(position, neutral) for position in range(len(tensors))}
+    ordered = [results[position] for position in range(len(tensors))]
+    return torch.stack(ordered) if ordered else torch.zeros(0, dtype=dtype, device=device)
 
 
 def _l2(group: list[Tensor]) -> Sequence[Tensor]:

@@ -20,8 +20,6 @@ from tests.turns import turn
 
 #: A reader's own modules, which the pages of the documentation import by their names there.
 collect_ignore = ["docs_modules"]
-
-
 #: Folder where the processes that run tests take turns.
 _TURNS = "STABILIZER_TEST_TURNS"
 
@@ -56,8 +54,6 @@ def pytest_testnodedown(node: Any) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let a test that measures time run alone; the first of all wrappers, so that no time limit counts the wait."""
-    if _TURNS not in os.environ:
-        return (yield)
     with turn(Path(os.environ[_TURNS]), is_alone=item.get_closest_marker("alone") is not None):
         return (yield)
 

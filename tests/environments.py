@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["ROOT", "build", "closure", "copy_tree", "install_wheel", "make_environment", "run_python"]
+__all__ = ["ROOT", "build", "closure", "copy_tree", "install_wheel", "make_environment", "run_pytest", "run_python"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,4 +140,28 @@ def run_python(environment: Path, code: str, *, cwd: Path) -> str:
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_pytest(*arguments: str, cwd: Path, path: Path, seconds: float) -> str:
+    """Run tests in a process of their own, with this interpreter; they must pass.
+
+    Args:
+        *arguments: Of pytest.
+        cwd: Working directory.
+        path: Folder from which modules can be imported.
+        seconds: Time limit.
+
+    Returns:
+        What it printed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     return done.stdout

@@ -211,8 +211,8 @@ def test_fresh_process_that_fails_is_an_error(capfd: pytest.CaptureFixture[str])
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("row", ["statistics", "first_step", "import"])
 def test_targets_are_met(row: str, tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, row, "--check", "--output", str(tmp_path / "gradient_statistics.json")]
+    command = [sys.executable, SCRIPT, row, "--check", "--output", str(tmp_path / "results.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "gradient_statistics.json").read_text())["figures"]
+    figures = json.loads((tmp_path / "results.json").read_text())["figures"]
     assert any(figure["is_met"] for figure in figures), "nothing was checked"

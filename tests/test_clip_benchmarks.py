@@ -107,7 +107,7 @@ class TestBenchmark:
     @pytest.mark.alone
     @pytest.mark.timeout(1500)
     def test_targets_are_met_in_one_process(self, tmp_path: Path) -> None:
-        output = ["--output", str(tmp_path / "clipping.json")]
+        output = ["--output", str(tmp_path / "results.json")]
         command = [sys.executable, "benchmarks/clipping.py", "one_process", "--check", *output]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -6,10 +6,8 @@ import configparser
 import importlib
 import importlib.util
 import inspect
-import os
 import pydoc
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import tomllib
 
 import stabilizer.callbacks
 from stabilizer.callbacks import StabilizerCallback
-from tests.environments import ROOT
+from tests.environments import ROOT, run_pytest
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -143,18 +141,8 @@ def test_the_test_of_the_worked_example_passes(module: ModuleType) -> None:
 
 
 def _contract(folder: Path, chosen: str) -> str:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "layer_share_plugin", "-p", "no:cacheprovider"]
-    command += ["--durations=0", "-m", "", "-k", f"LayerShareCallback and ({chosen})", "tests/test_contract.py"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    return done.stdout
+    selection = ["-m", "", "-k", f"LayerShareCallback and ({chosen})", "tests/test_contract.py"]
+    return run_pytest("-p", "layer_share_plugin", "--durations=0", *selection, cwd=ROOT, path=folder, seconds=550)
 
 
 @pytest.mark.timeout(300)

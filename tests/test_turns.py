@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.environments import ROOT, run_pytest
 
 PROGRAM = """
 import json, pathlib, sys, time
@@ -44,7 +43,7 @@ import time, pytest
 
 {mark}
 @pytest.mark.parametrize("number", range(6))
-def test_one(number, record_property):
+def test_one(number):
     start = time.monotonic()
     time.sleep(0.05)
     with open({times!r}, "a") as file:
@@ -61,17 +60,7 @@ def test_a_marked_test_runs_beside_no_other(tmp_path: Path) -> None:
     for name, mark in [("a", "@pytest.mark.alone"), ("b", "")]:
         content = textwrap.dedent(TESTS.format(mark=mark, times=str(times), name=name))
         (tmp_path / f"test_{name}.py").write_text(content, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_pytest("-n", "2", "--dist", "loadfile", ".", cwd=tmp_path, path=ROOT, seconds=100)
     rows = [line.split() for line in times.read_text(encoding="utf-8").splitlines()]
     spans = {name: [(float(start), float(end)) for kind, start, end in rows if kind == name] for name in "ab"}
     assert {name: len(found) for name, found in spans.items()} == {"a": 6, "b": 6}

@@ -15,7 +15,8 @@ def turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
     """Wait for a turn among processes that share a folder, and hold it.
 
     Whoever wants to be alone closes the gate behind itself first: those that come later wait there, so that the wait
-    is no longer than the test that runs now. Locks of files end with their process, however that ends.
+    is no longer than the test that runs now. Locks of files end with their process, however that ends; they are given
+    back by name all the same, because a child that was forked meanwhile has the same open files.
 
     Args:
         folder: Exists.
